@@ -1,0 +1,127 @@
+"""Every error that miles_norm raises, in one tree.
+
+    MilesNormError
+    ├── ConfigError (ValueError)              a setting that does not exist, does not fit, or contradicts another
+    ├── SampleError (ValueError)              a row whose fields cannot be read
+    │   └── RewardError (ValueError)          a reward that is no number
+    │       ├── MissingRewardError            an unscored row under ``missing_reward="error"``
+    │       └── DisagreeingRewardsError       siblings with different rewards under ``rollout_reward="shared"``
+    ├── GroupingError (ValueError)            prompt groups that cannot be recovered, or sizes that do not fit
+    ├── DumpError (ValueError)                a file that cannot be read or written
+    │   └── UnsafeDumpError                   a file that asks for code to be run
+    └── MissingDependencyError (ImportError)  an extra that is not installed
+
+Every message has the same five parts: the subject, what was got, what was expected, why it matters, and how to mend it.
+Errors about rows name all of them at once and carry them in ``rows``.
+"""
+
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "ConfigError",
+    "DisagreeingRewardsError",
+    "DumpError",
+    "GroupingError",
+    "MilesNormError",
+    "MilesNormWarning",
+    "MissingDependencyError",
+    "MissingRewardError",
+    "RewardError",
+    "SampleError",
+    "UnsafeDumpError",
+    "format_rows",
+]
+
+
+class MilesNormError(Exception):
+    """Root of all errors of this library.
+
+    Args:
+        subject: What the error is about, in a few words.
+        got: What was found.
+        expected: What would have been right.
+        reason: Why the difference matters.
+        remedy: What to do about it.
+        rows: Every row concerned, in flattened order.
+
+    >>> print(GroupingError("prompt_group_sizes", got="a sum of 5", expected="the number of rows, 6",
+    ...                     reason="each row belongs to exactly one prompt group", remedy="pass one size per group"))
+    prompt_group_sizes
+      got:      a sum of 5
+      expected: the number of rows, 6
+      reason:   each row belongs to exactly one prompt group
+      remedy:   pass one size per group
+    """
+
+    def __init__(self, subject: str, *, got: str, expected: str, reason: str, remedy: str, rows: Iterable[int] = ()) -> None:
+        self.subject, self.got, self.expected = subject, got, expected
+        self.reason, self.remedy, self.rows = reason, remedy, tuple(rows)
+        super().__init__(subject)
+
+    def __str__(self) -> str:
+        parts = {"got": self.got, "expected": self.expected, "reason": self.reason, "remedy": self.remedy}
+        return "\n".join([self.subject, *(f"  {name + ':':<9} {text}" for name, text in parts.items())])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive the default protocol, and errors must cross process borders.
+        state = {name: getattr(self, name) for name in ("got", "expected", "reason", "remedy", "rows")}
+        return (_rebuild, (type(self), self.subject, state))
+
+
+def _rebuild(kind: type[MilesNormError], subject: str, state: dict[str, object]) -> MilesNormError:
+    return kind(subject, **state)  # type: ignore[arg-type]
+
+
+class ConfigError(MilesNormError, ValueError):
+    """A setting that does not exist, does not fit, or contradicts another one."""
+
+
+class SampleError(MilesNormError, ValueError):
+    """A row whose fields cannot be read: wrong type, wrong length, or missing."""
+
+
+class RewardError(SampleError):
+    """A reward that is no number."""
+
+
+class MissingRewardError(RewardError):
+    """A row without a finite reward while ``missing_reward`` is ``"error"``."""
+
+
+class DisagreeingRewardsError(RewardError):
+    """Sibling rows with different rewards while ``rollout_reward`` is ``"shared"``."""
+
+
+class GroupingError(MilesNormError, ValueError):
+    """Prompt groups that cannot be recovered, or sizes that do not fit the rows."""
+
+
+class DumpError(MilesNormError, ValueError):
+    """A file that is not a rollout dump, is damaged, or cannot be written."""
+
+
+class UnsafeDumpError(DumpError):
+    """A pickled file that names a class or function outside the allow-list; nothing of it was run."""
+
+
+class MissingDependencyError(MilesNormError, ImportError):
+    """An optional package that is not installed."""
+
+
+class MilesNormWarning(UserWarning):
+    """Category of the warnings that this library issues."""
+
+
+def format_rows(rows: Sequence[int], noun: str = "row", limit: int = 20) -> str:
+    """Name rows in a sentence: all of them up to ``limit``, then a count of the rest.
+
+    >>> format_rows([3])
+    'row 3'
+    >>> format_rows([1, 2, 5])
+    'rows 1, 2, 5'
+    >>> format_rows(range(100), limit=3)
+    'rows 0, 1, 2 and 97 more'
+    """
+    shown = ", ".join(str(row) for row in rows[:limit])
+    rest = f" and {len(rows) - limit} more" if len(rows) > limit else ""
+    return f"{noun}{'' if len(rows) == 1 else 's'} {shown}{rest}"
