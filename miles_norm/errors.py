@@ -23,7 +23,6 @@ __all__ = [
     "DumpError",
     "GroupingError",
     "MilesNormError",
-    "MilesNormWarning",
     "MissingDependencyError",
     "MissingRewardError",
     "RewardError",
@@ -106,10 +105,6 @@ class UnsafeDumpError(DumpError):
 
 class MissingDependencyError(MilesNormError, ImportError):
     """An optional package that is not installed."""
-
-
-class MilesNormWarning(UserWarning):
-    """Category of the warnings that this library issues."""
 
 
 def format_rows(rows: Sequence[int], noun: str = "row", limit: int = 20) -> str:
