@@ -71,9 +71,9 @@ test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 	@$(BIN)/python -m pytest --cov $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff and mypy, changing nothing
-	@$(BIN)/python -m ruff check .
-	@$(BIN)/python -m ruff format --check .
-	@$(BIN)/python -m mypy
+	@status=0; for check in "ruff check" "ruff format --check" mypy; do \
+		echo "== $$check"; $(BIN)/python -m $$check || status=1; \
+	done; exit $$status
 
 format: $(VENV)/.dev ## mend what ruff can mend
 	@$(BIN)/python -m ruff check --fix .

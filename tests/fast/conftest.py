@@ -1,4 +1,4 @@
-"""Hypothesis profiles: "ci" takes the same examples every time, "dev" searches on and prints how to repeat a failure."""
+"""Hypothesis profiles: "ci" takes the same examples each time, "dev" searches on and prints how to repeat a failure."""
 
 import os
 
