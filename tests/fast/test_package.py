@@ -25,8 +25,12 @@ ROOMS = (
     "errors",
     "config",
     "samples",
+    "safe_pickle",
     "dumps",
+    "ids",
     "columns",
+    "sample_columns",
+    "runs",
     "grouping",
     "statistics",
     "rewards",
@@ -138,4 +142,5 @@ def test_version_has_one_place() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "version" in project["project"]["dynamic"]
     assert ROOT / project["tool"]["hatch"]["version"]["path"] == PACKAGE / "__init__.py"
-    assert importlib.metadata.version("miles-norm") == miles_norm.__version__
+    installed = importlib.metadata.version("miles-norm")
+    assert installed == miles_norm.__version__, "an older install: touch pyproject.toml, then make install"
