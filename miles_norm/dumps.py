@@ -1,0 +1,263 @@
+"""Read and write rollout dumps: Miles' and slime's ``.pt``, and JSON lines, plain or compressed.
+
+A dump is read without running anything in it, and whatever is wrong with a file comes out as one DumpError.
+"""
+
+import logging
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from miles_norm.errors import DumpError, format_rows
+from miles_norm.json_lines import open_writer, read_rows
+from miles_norm.plain_values import NotPlainError, json_line, plain_mapping
+from miles_norm.safe_pickle import load_checkpoint
+
+__all__ = ["RolloutDump", "read_dump", "write_dump"]
+
+Progress = Callable[[int, int], None]
+_SUFFIXES = (".pt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+_logger = logging.getLogger("miles_norm")
+
+
+@dataclass
+class RolloutDump:
+    """The rows of one rollout step, as a file holds them."""
+
+    samples: list[dict[str, Any]]
+    """One dict per row; keys that Sample does not know are kept."""
+    rollout_id: int | None = None
+    """Number of the rollout step; None where the file has none."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What the trainer recorded beside the rows, such as ``prompt_group_sizes``."""
+
+
+def read_dump(path: str | os.PathLike[str], *, progress: Progress | None = None) -> RolloutDump:
+    """Read a rollout dump; the format follows from the suffix.
+
+    Source: ``.pt`` is the ``torch.save`` zip of ``{"rollout_id", "metadata", "samples"}`` that Miles and slime write;
+    the first two may be missing. ``.jsonl`` has one row per line; blank lines are skipped, NaN and Infinity are
+    read as Python's json does. ``.jsonl.gz`` and ``.jsonl.zst`` are the same, compressed.
+
+    Args:
+        path: File ending in ``.pt``, ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst``.
+        progress: Called with (bytes done, bytes in all) while a file is read; a ``.pt`` is read in one step.
+
+    Raises:
+        UnsafeDumpError: A ``.pt`` that names classes or functions outside the allow-list. Nothing of it is run.
+        DumpError: A file that is missing, damaged, of another kind, or without rows.
+        MissingDependencyError: ``.jsonl.zst`` without the package zstandard.
+    """
+    subject = f"rollout dump {os.fspath(path)}"
+    suffix = _suffix_of(path, subject)
+    with _open_existing(path, subject) as file:
+        size = os.fstat(file.fileno()).st_size
+        if progress is not None:
+            progress(0, size)
+        if suffix == ".pt":
+            dump = _dump_from_object(load_checkpoint(file, subject), subject)
+        else:
+            dump = RolloutDump(read_rows(file, suffix, subject, progress))
+        if progress is not None:
+            progress(size, size)
+    _check_rows(dump.samples, subject)
+    return dump
+
+
+def write_dump(dump: RolloutDump, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
+    """Write a rollout dump; the format follows from the suffix. The file appears whole or not at all.
+
+    ``.pt`` keeps everything, tensors and arrays included. Dataclasses such as AdapterRef and RewardSpec become plain
+    dicts and an Enum its value, so that reading the file needs no class of this library.
+
+    ``.jsonl`` keeps the rows only: it has no place for ``rollout_id`` and ``metadata``; a warning on the logger
+    ``miles_norm`` names the metadata keys that are left out. Tensors and arrays become lists, and NaN is written as ``NaN``.
+
+    Args:
+        dump: What to write; it must have rows.
+        path: File ending in ``.pt``, ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst``, in an existing folder.
+        progress: Called with (rows done, rows in all).
+
+    Raises:
+        DumpError: The folder is missing or not writable, there are no rows, or a value cannot be written in this
+            format; the message names rows and keys.
+        MissingDependencyError: ``.jsonl.zst`` without the package zstandard.
+    """
+    subject = f"rollout dump {os.fspath(path)}"
+    suffix = _suffix_of(path, subject)
+    _check_head(dump.rollout_id, dump.metadata, subject)
+    _check_rows(dump.samples, subject)
+    if suffix != ".pt" and dump.metadata:
+        _logger.warning("%s: %s has no place for metadata; not written: %s", subject, suffix, _some(dump.metadata))
+    with _replacing(Path(path), subject) as file:
+        if suffix == ".pt":
+            _save(dump, file, subject, progress)
+        else:
+            with open_writer(file, suffix) as stream:
+                for line in _plain_rows(dump, subject, progress, suffix):
+                    stream.write(line)
+
+
+def _save(dump: RolloutDump, file: BinaryIO, subject: str, progress: Progress | None) -> None:
+    import torch
+
+    metadata = _plain_metadata(dump, subject)
+    rows = list(_plain_rows(dump, subject, progress, ".pt"))
+    try:
+        torch.save({"rollout_id": dump.rollout_id, "metadata": metadata, "samples": rows}, file)
+    except RuntimeError as error:  # torch's zip writer reports a full disk so
+        raise OSError(f"torch.save failed: {error}") from error
+
+
+def _suffix_of(path: str | os.PathLike[str], subject: str) -> str:
+    name = Path(path).name.lower()
+    for suffix in _SUFFIXES:
+        if name.endswith(suffix):
+            return suffix
+    raise DumpError(
+        subject,
+        got=f"the file name {Path(path).name!r}",
+        expected=f"a name that ends in {', '.join(_SUFFIXES)}",
+        reason="the suffix says how the file is written",
+        remedy="rename the file, or convert it to JSON lines with one row per line",
+    )
+
+
+def _open_existing(path: str | os.PathLike[str], subject: str) -> BinaryIO:
+    expected, reason = "a regular file that can be read and is not empty", "the rows are read from this file"
+    try:
+        # A named pipe would block in open; only regular files are opened.
+        info = Path(path).stat()
+        if not stat.S_ISREG(info.st_mode):
+            got = "a folder" if stat.S_ISDIR(info.st_mode) else "a path that is no regular file"
+        elif info.st_size == 0:
+            got = "an empty file"
+        else:
+            return Path(path).open("rb")
+        cause = None
+    except (OSError, ValueError) as error:
+        got, cause = getattr(error, "strerror", None) or str(error), error
+    raise DumpError(subject, got=got, expected=expected, reason=reason, remedy="check the path") from cause
+
+
+def _dump_from_object(loaded: Any, subject: str) -> RolloutDump:
+    if not isinstance(loaded, dict) or "samples" not in loaded:
+        got = f"a dict with the keys {_some(loaded)}" if isinstance(loaded, dict) else f"a {type(loaded).__name__}"
+        _refuse_head(subject, got)
+    rollout_id, metadata = loaded.get("rollout_id"), loaded.get("metadata")
+    _check_head(rollout_id, {} if metadata is None else metadata, subject)
+    unread = [key for key in loaded if key not in ("rollout_id", "metadata", "samples")]
+    if unread:
+        _logger.warning("%s: the keys %s are not read", subject, _some(unread))
+    return RolloutDump(loaded["samples"], rollout_id, metadata or {})
+
+
+def _check_head(rollout_id: Any, metadata: Any, subject: str) -> None:
+    if not (rollout_id is None or type(rollout_id) is int):
+        _refuse_head(subject, f"a rollout_id of type {type(rollout_id).__name__}")
+    if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
+        _refuse_head(subject, f"metadata of type {type(metadata).__name__}, or with keys that are no strings")
+
+
+def _refuse_head(subject: str, got: str) -> NoReturn:
+    raise DumpError(
+        subject,
+        got=got,
+        expected='a dict with "samples" (list of dicts), "rollout_id" (integer or None) and "metadata" (dict or None)',
+        reason="rows, step and group sizes are found by these keys; the last two may be missing",
+        remedy="save the dump as Miles and slime do, or write the rows as .jsonl",
+    )
+
+
+def _some(keys: Any) -> str:
+    shown = [repr(key)[:50] for key in list(keys)[:10]]
+    return ", ".join(shown) + (", ..." if len(keys) > 10 else "")
+
+
+def _check_rows(samples: Any, subject: str) -> None:
+    def is_row(row: Any) -> bool:
+        return isinstance(row, dict) and all(isinstance(key, str) for key in row)
+
+    bad = [n for n, row in enumerate(samples) if not is_row(row)] if isinstance(samples, list) else []
+    if isinstance(samples, list) and samples and not bad:
+        return
+    if not isinstance(samples, list):
+        got = f"samples of type {type(samples).__name__}"
+    elif bad:
+        got = f"{format_rows(bad)}; {format_rows(bad[:1])} is of type {type(samples[bad[0]]).__name__}"
+    else:
+        got = "a dump without rows"
+    raise DumpError(
+        subject,
+        got=got,
+        expected="samples: a list with one dict per row, from field names to values, and at least one row",
+        reason="the fields of a row are found by name, and without rows there is nothing to normalize",
+        remedy="write each row as Sample.to_dict() returns it",
+        rows=bad,
+    )
+
+
+def _plain_rows(dump: RolloutDump, subject: str, progress: Progress | None, suffix: str) -> Iterator[Any]:
+    """Yield each row ready to be written; rows that cannot be are named together at the end."""
+    bad: list[int] = []
+    problem = ""
+    for number, row in enumerate(dump.samples):
+        try:
+            plain = plain_mapping(row, keep_arrays=suffix == ".pt")
+            yield plain if suffix == ".pt" else json_line(plain)
+        except NotPlainError as error:
+            problem = problem or str(error)
+            bad.append(number)
+        if progress is not None:
+            progress(number + 1, len(dump.samples))
+    if bad:
+        also = f"; also {format_rows(bad[1:])}" if bad[1:] else ""
+        _refuse_value(subject, f"{format_rows(bad[:1])}, key {problem}{also}", bad)
+
+
+def _plain_metadata(dump: RolloutDump, subject: str) -> dict[str, Any]:
+    try:
+        return plain_mapping(dump.metadata, keep_arrays=True)
+    except NotPlainError as error:
+        _refuse_value(subject, f"metadata, key {error}", [])
+
+
+def _refuse_value(subject: str, got: str, rows: list[int]) -> NoReturn:
+    raise DumpError(
+        subject,
+        got=got,
+        expected="numbers, strings, booleans, None, tensors, arrays, and lists and dicts of them; bytes in .pt only",
+        reason="other values cannot be read back without the code that made them",
+        remedy="convert these values to plain ones, or leave the key out",
+        rows=rows,
+    )
+
+
+@contextmanager
+def _replacing(path: Path, subject: str) -> Iterator[BinaryIO]:
+    """Write beside ``path`` and rename at the end, so that nobody ever reads half a dump."""
+    beside = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with beside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except DumpError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DumpError(
+            subject,
+            got=getattr(error, "strerror", None) or str(error),
+            expected="a file name in an existing folder with room, where files may be made",
+            reason="the dump is written beside its place first and then renamed",
+            remedy="make the folder, or write elsewhere",
+        ) from error
+    finally:
+        with suppress(OSError, ValueError):
+            beside.unlink(missing_ok=True)
