@@ -107,7 +107,7 @@ class MissingDependencyError(MilesNormError, ImportError):
     """An optional package that is not installed."""
 
 
-def format_rows(rows: Sequence[int], noun: str = "row", limit: int = 20) -> str:
+def format_rows(rows: Sequence[object], noun: str = "row", limit: int = 20) -> str:
     """Name rows in a sentence: all of them up to ``limit``, then a count of the rest.
 
     >>> format_rows([3])

@@ -1,0 +1,56 @@
+"""miles_norm makes one rollout count once: in the reward statistics and in the loss, however many rows it was cut into.
+
+The package loads nothing until a name is used, so importing it costs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from miles_norm.columns import RolloutColumns
+    from miles_norm.config import NormalizationConfig
+    from miles_norm.dumps import RolloutDump, read_dump, write_dump
+    from miles_norm.errors import MilesNormError
+    from miles_norm.grouping import RolloutIndex
+    from miles_norm.normalize import NormalizedRewards, normalize_columns, normalize_rewards
+    from miles_norm.samples import Sample
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "MilesNormError": "errors",
+    "NormalizationConfig": "config",
+    "NormalizedRewards": "normalize",
+    "RolloutColumns": "columns",
+    "RolloutDump": "dumps",
+    "RolloutIndex": "grouping",
+    "Sample": "samples",
+    "normalize_columns": "normalize",
+    "normalize_rewards": "normalize",
+    "read_dump": "dumps",
+    "write_dump": "dumps",
+}
+
+__all__ = [
+    "MilesNormError",
+    "NormalizationConfig",
+    "NormalizedRewards",
+    "RolloutColumns",
+    "RolloutDump",
+    "RolloutIndex",
+    "Sample",
+    "normalize_columns",
+    "normalize_rewards",
+    "read_dump",
+    "write_dump",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,164 @@
+"""Index columns of a batch: one number per row and field, which is all that normalization reads.
+
+Token lists are never touched: of a loss mask only the sum is taken. ``columns_from_samples`` (in ``sample_columns``) builds
+the columns from rows of any kind; ``RolloutColumns`` also takes tensors or arrays that already exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_norm.errors import RewardError, SampleError, format_rows
+from miles_norm.ids import IdColumn, check_length, encode_ids
+
+__all__ = ["RolloutColumns"]
+
+
+class RolloutColumns:
+    """The columns that normalization reads, one entry per row.
+
+    Args:
+        group: Prompt group ids ``[N]``: tensor, array or list of ints or of any hashable ids; None or NaN in a row says
+            that it has none. None if no row has one.
+        rollout: Rollout ids ``[N]``, likewise; unique within their group. A row without one is a rollout of its own.
+        reward: Rewards ``[N]``, any real dtype, converted to float64; NaN or infinite means unscored.
+        trainable_tokens: Sum of each row's loss mask ``[N]``, non-negative integers.
+        scored: bool ``[N]``; False overrides a reward that happens to be finite.
+        removed: bool ``[N]``; Miles' ``remove_sample``. Such a row has no trainable token.
+        truncated: bool ``[N]``; the row ended by length.
+        padding: bool ``[N]``; a copy that fills a batch and enters nothing.
+        adapter: Adapter ids ``[N]``; with adapters the prompt group is named by (adapter, group).
+
+    All columns must be on one device; the device of ``reward`` decides where it is not a list.
+
+    Raises:
+        SampleError: a column that is not one-dimensional, has another length, or holds values that do not fit.
+        RewardError: a finite reward too large for the float32 output.
+
+    >>> columns = RolloutColumns(group=["a", "a", "b"], rollout=[0, 0, 1], reward=[1, 1, 0], trainable_tokens=[5, 3, 2])
+    >>> len(columns), columns.group.codes.tolist(), columns.group.label(2)
+    (3, [0, 0, 1], 'b')
+    """
+
+    _COLUMNS = (
+        "group", "rollout", "reward", "trainable_tokens", "scored", "removed", "truncated", "padding", "adapter",
+    )  # fmt: skip
+    __slots__ = (*_COLUMNS, "id_collisions", "nested_sizes", "status")
+
+    def __init__(
+        self,
+        *,
+        group: Any,
+        rollout: Any,
+        reward: Any,
+        trainable_tokens: Any,
+        scored: Any = None,
+        removed: Any = None,
+        truncated: Any = None,
+        padding: Any = None,
+        adapter: Any = None,
+    ) -> None:
+        self.reward = _reward_column(reward)
+        rows, device = len(self.reward), self.reward.device
+        if not rows:
+            raise SampleError(
+                "reward",
+                got="no rows",
+                expected="at least one row",
+                reason="there is nothing to normalize",
+                remedy="check that the rollouts arrived, or skip the step",
+            )
+        self.group = None if group is None else encode_ids(group, "group", rows, device)
+        self.rollout = None if rollout is None else encode_ids(rollout, "rollout", rows, device)
+        self.adapter = None if adapter is None else encode_ids(adapter, "adapter", rows, device)
+        self.trainable_tokens = _token_column(trainable_tokens, rows, device)
+        flags = {"scored": scored, "removed": removed, "truncated": truncated, "padding": padding}
+        self.scored, self.removed, self.truncated, self.padding = (
+            None if flag is None else _flag_column(name, flag, rows, device) for name, flag in flags.items()
+        )
+        self.nested_sizes: tuple[int, ...] | None = None
+        self.status: Sequence[Any] | None = None
+        self.id_collisions: tuple[tuple[int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+    def __repr__(self) -> str:
+        present = [name for name in self._COLUMNS if getattr(self, name) is not None]
+        return f"RolloutColumns({len(self)} rows on {self.reward.device}: {', '.join(present)})"
+
+    def to(self, device: torch.device | str) -> RolloutColumns:
+        """The same columns on another device; self if they are there already."""
+        target = torch.device(device)
+        if self.reward.device == target:
+            return self
+        moved = object.__new__(RolloutColumns)
+        for name in self.__slots__:
+            value = getattr(self, name)
+            setattr(moved, name, value.to(target) if isinstance(value, Tensor | IdColumn) else value)
+        return moved
+
+
+def _reward_column(values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        reward = values.detach()
+    else:
+        try:
+            reward = torch.from_numpy(np.array(values, dtype=np.float64))
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                "reward column",
+                got=str(error),
+                expected="one real number per row, NaN where there is none",
+                reason="rewards are averaged",
+                remedy="use normalize_rewards(samples, ...) for rewards that are dicts, strings or None",
+            ) from None
+    if reward.ndim != 1 or reward.is_complex():
+        raise RewardError(
+            "reward column",
+            got=f"shape {tuple(reward.shape)}, dtype {reward.dtype}",
+            expected="one real number per row: shape [N]",
+            reason="a row has one reward",
+            remedy="pass a one-dimensional column",
+        )
+    return reward.to(torch.float64)
+
+
+def _token_column(values: Any, rows: int, device: torch.device) -> Tensor:
+    tokens = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+    check_length("trainable_tokens", tuple(tokens.shape), rows)
+    whole = tokens.to(device).to(torch.int64)
+    if tokens.dtype == torch.bool or tokens.is_complex() or (tokens.is_floating_point() and bool((whole != tokens.to(device)).any())):
+        bad = torch.nonzero(whole != tokens.to(device))[:, 0].tolist()
+    else:
+        low, high = (int(x) for x in torch.aminmax(whole))
+        if low >= 0 and high < 2**31:
+            return whole
+        bad = torch.nonzero((whole < 0) | (whole >= 2**31))[:, 0].tolist()
+    raise SampleError(
+        f"trainable_tokens of {format_rows(bad)}" if bad else "trainable_tokens",
+        got=", ".join(str(tokens[row].item()) for row in bad[:5]) or f"dtype {tokens.dtype}",
+        expected="a whole number from 0 to 2**31 - 1 per row",
+        reason="they are counts of loss-mask entries that are 1",
+        remedy="pass the sum of each row's loss mask",
+        rows=bad,
+    )
+
+
+def _flag_column(name: str, values: Any, rows: int, device: torch.device) -> Tensor:
+    flags = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+    check_length(name, tuple(flags.shape), rows)
+    if flags.dtype != torch.bool and not bool(((flags == 0) | (flags == 1)).all()):
+        raise SampleError(
+            name,
+            got=f"dtype {flags.dtype} with values other than 0 and 1",
+            expected="one bool per row",
+            reason="a row has the property or not",
+            remedy="pass a bool column",
+        )
+    return flags.to(device=device, dtype=torch.bool)

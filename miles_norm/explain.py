@@ -1,0 +1,164 @@
+"""Say in words how a row got its advantage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles_norm.advantages import ESTIMATORS
+from miles_norm.counting import Exclusion
+
+if TYPE_CHECKING:
+    from miles_norm.normalize import NormalizedRewards
+
+__all__ = ["explain_row"]
+
+GROUP_RULES = {
+    "prompt_group_sizes": "the sizes that were passed in",
+    "nesting": "the nesting of the input",
+    "fixed_fan_out": "a guess: contiguous groups of n_samples_per_prompt rows",
+    "single_group": "a guess: all rows in one group",
+}
+
+EXCLUSIONS = {
+    Exclusion.PADDING: "all its rows are padding",
+    Exclusion.UNSCORED: "no row that may speak has a reward (missing_reward is 'exclude')",
+    Exclusion.UNTRAINED: "it has no trainable token (untrained_rollouts is 'exclude')",
+    Exclusion.SMALL_GROUP: "its group has fewer counted rollouts than min_group_size",
+    Exclusion.ZERO_VARIANCE: "all rewards of its group are equal (zero_variance_groups is 'drop_from_loss')",
+}
+
+_LISTED = 12
+
+
+def explain_row(result: NormalizedRewards, row: int) -> str:
+    """The chain from a row to its advantage: group, rollout, speaker, statistics, arithmetic.
+
+    Raises:
+        IndexError: no such row.
+    """
+    index = result.index
+    if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < index.num_rows:
+        raise IndexError(f"row {row!r}: expected a row number from 0 to {index.num_rows - 1}")
+    rollout = int(index.row_rollout[row])
+    group = int(index.rollout_group[rollout])
+    lines = [
+        ("group", _group(result, group)),
+        ("rollout", _rollout(result, rollout)),
+        ("reward", _speaker(result, rollout)),
+        ("statistics", _statistics(result, group)),
+        ("arithmetic", _arithmetic(result, row, rollout, group)),
+        ("training", _training(result, row)),
+    ]
+    width = max(len(name) for name, _ in lines)
+    head = f"row {row}: advantage {_number(float(result.advantages[row]))}"
+    return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in lines)])
+
+
+def _number(value: float) -> str:
+    return f"{value:.9g}"
+
+
+def _listed(items: list[str], separator: str = ", ") -> str:
+    rest = f"{separator}and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
+    return separator.join(items[:_LISTED]) + rest
+
+
+def _group(result: NormalizedRewards, group: int) -> str:
+    index = result.index
+    rollouts = index.rollouts_of_group(group)
+    rule = GROUP_RULES.get(index.group_source)
+    if rule is None:
+        label = index.group_ids[group]
+        with_adapter = "(adapter, {})" if isinstance(label, tuple) and index.group_column is not None else "{}"
+        rule = f"{with_adapter.format(index.group_source)} = {label!r}"
+    counted = int(result.statistics.count[group])
+    noun = "rollout" if len(rollouts) == 1 else "rollouts"
+    return f"{group} (from {rule}): {len(rollouts)} {noun}, {counted} of them in the statistics"
+
+
+def _rollout(result: NormalizedRewards, rollout: int) -> str:
+    index = result.index
+    rows = index.rows_of_rollout(rollout)
+    label = index.rollout_ids[rollout]
+    name = "without an id" if label is None else f"{label!r}"
+    listed = _listed([str(row) for row in rows])
+    return f"{name}: {'row' if len(rows) == 1 else 'rows'} {listed} (fan-out {len(rows)})"
+
+
+def _speaker(result: NormalizedRewards, rollout: int) -> str:
+    config, rewards = result.config, result.rewards
+    rows = result.index.rows_of_rollout(rollout)
+    speaker = int(result.mainstream_rows[rollout])
+    value = _number(float(result.rollout_rewards[rollout]))
+    policy = config.rollout_reward
+    if policy == "mainstream":
+        why = f"row {speaker} speaks, with the most trainable tokens"
+    elif policy == "shared":
+        why = "all siblings share it"
+    elif policy in ("first", "last"):
+        why = f"the {policy} sibling that may speak has it"
+    else:
+        why = f"{policy} of the siblings"
+    if len(rows) == 1:
+        return f"{value}: the only row has it"
+    described = []
+    for row in rows:
+        padding = result.columns.padding is not None and bool(result.columns.padding[row])
+        own, tokens = float(rewards.row_values[row]), int(rewards.speaking_tokens[row])
+        described.append(f"row {row}: {_number(own)}, {tokens} tokens{', padding' if padding else ''}")
+    return f"{value}: {why} ({_listed(described, '; ')})"
+
+
+def _statistics(result: NormalizedRewards, group: int) -> str:
+    statistics, index = result.statistics, result.index
+    n = int(statistics.count[group])
+    if n == 0:
+        return "none: no rollout of the group counts"
+    inside = [
+        rollout
+        for rollout in index.rollouts_of_group(group)
+        if result.exclusion is None or int(result.exclusion[rollout]) in (Exclusion.COUNTED, Exclusion.ZERO_VARIANCE)
+    ]
+    rewards = _listed([_number(value) for value in sorted(result.rollout_rewards[inside].tolist())])
+    ddof = result.config.std_ddof
+    return (
+        f"n {n}, mean {_number(float(statistics.mean[group]))}, std {_number(float(statistics.std[group]))} "
+        f"(ddof {ddof}) of the rollout rewards {rewards}"
+    )
+
+
+def _arithmetic(result: NormalizedRewards, row: int, rollout: int, group: int) -> str:
+    config, statistics = result.config, result.statistics
+    advantage = _number(float(result.advantages[row]))
+    if result.exclusion is not None and (reason := Exclusion(int(result.exclusion[rollout]))):
+        return f"{advantage}: the rollout does not count, since {EXCLUSIONS[reason]}"
+    reward = _number(float(result.rollout_rewards[rollout]))
+    if not config.normalizes_groups:
+        why = "rewards_normalization is false" if not config.rewards_normalization else f"{config.advantage_estimator}"
+        return f"{advantage}: rows keep their own rewards ({why})"
+    n = int(statistics.count[group])
+    if n == 1:
+        return f"{advantage}: a group of one has no baseline (singleton is {config.singleton!r})"
+    if bool(statistics.equal[group]):
+        tolerance = f", within zero_std_tolerance {config.zero_std_tolerance:g}" if config.zero_std_tolerance else ""
+        return f"{advantage}: all rewards of the group are equal{tolerance}"
+    formula = ESTIMATORS[config.advantage_estimator].formula(config)
+    mean, std = _number(float(statistics.mean[group])), _number(float(statistics.std[group]))
+    filled = formula.format(reward=reward, mean=mean, std=std, epsilon=f"{config.std_epsilon:g}", n=n)
+    return f"{config.advantage_estimator}: {filled} = {advantage}"
+
+
+def _training(result: NormalizedRewards, row: int) -> str:
+    columns = result.columns
+    tokens = int(result.trainable_tokens[row])
+    if tokens:
+        return f"{tokens} trainable {'token carries' if tokens == 1 else 'tokens carry'} it"
+    if columns.padding is not None and bool(columns.padding[row]):
+        return "none of its tokens is trained: it is padding"
+    if columns.removed is not None and bool(columns.removed[row]):
+        return "none of its tokens is trained: remove_sample is set"
+    if int(columns.trainable_tokens[row]) == 0:
+        return "none of its tokens is trained: its loss mask is 0 everywhere"
+    if int(result.rewards.row_tokens[row]) == 0:
+        return "none of its tokens is trained: the rollout was truncated (truncated_rollouts is 'untrain')"
+    return "none of its tokens is trained: it is excluded"

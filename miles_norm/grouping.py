@@ -1,0 +1,296 @@
+"""Recover prompt groups and rollouts: rows -> ``RolloutIndex``, and how it was done."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from miles_norm.columns import RolloutColumns
+from miles_norm.config import NormalizationConfig
+from miles_norm.errors import GroupingError, format_rows
+from miles_norm.ids import IdColumn
+from miles_norm.runs import find_runs, number_runs
+
+__all__ = ["RolloutIndex", "recover_groups"]
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutIndex:
+    """Which rollout a row belongs to, and which prompt group a rollout.
+
+    Rollouts and groups are numbered by their first row; groups from ``prompt_group_sizes`` or nesting by position,
+    so that an empty group keeps its number.
+    """
+
+    row_rollout: Tensor
+    """int64 ``[N]``."""
+    rollout_group: Tensor
+    """int64 ``[R]``."""
+    first_row: Tensor
+    """int64 ``[R]``: the first row of each rollout."""
+    num_groups: int
+    """G, empty groups included."""
+    group_source: str
+    """What formed the groups: ``prompt_group_sizes``, ``nesting``, the group key, ``fixed_fan_out`` or ``single_group``."""
+    rollouts_by_group: Tensor | None
+    """int64 ``[R]``: rollouts, group after group; None where their own order is that already."""
+    group_column: IdColumn | None
+    rollout_column: IdColumn | None
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.row_rollout)
+
+    @property
+    def num_rollouts(self) -> int:
+        """R."""
+        return len(self.rollout_group)
+
+    @cached_property
+    def row_group(self) -> Tensor:
+        """int64 ``[N]``: the prompt group of each row."""
+        return self.rollout_group[self.row_rollout]
+
+    @cached_property
+    def group_first_row(self) -> Tensor:
+        """int64 ``[G]``: the first row of each group, N for an empty one."""
+        first = self.rollout_group.new_full((self.num_groups,), self.num_rows)
+        return first.scatter_reduce_(0, self.rollout_group, self.first_row, "amin")
+
+    @cached_property
+    def rollout_ids(self) -> list[Hashable]:
+        """The id of each rollout as it was given; None for a row without one, which is a rollout of its own."""
+        return _labels(self.rollout_column, self.first_row, None)
+
+    @cached_property
+    def group_ids(self) -> list[Hashable]:
+        """The id of each prompt group: as given by the group key, (adapter, id) with adapters, else its position."""
+        if self.group_column is None:
+            return list(range(self.num_groups))
+        return _labels(self.group_column, self.group_first_row, None)
+
+    def rows_of_rollout(self, rollout: int) -> list[int]:
+        """Rows of one rollout, ascending."""
+        rows: list[int] = torch.nonzero(self.row_rollout == rollout)[:, 0].tolist()
+        return rows
+
+    def rollouts_of_group(self, group: int) -> list[int]:
+        """Rollouts of one prompt group, ascending."""
+        rollouts: list[int] = torch.nonzero(self.rollout_group == group)[:, 0].tolist()
+        return rollouts
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """Rows of each prompt group, ascending."""
+        rows = torch.sort(self.row_group, stable=True).indices
+        sizes = torch.bincount(self.row_group, minlength=self.num_groups)
+        return [part.tolist() for part in rows.split(sizes.tolist())]
+
+
+def _labels(column: IdColumn | None, rows: Tensor, default: Hashable) -> list[Hashable]:
+    if column is None:
+        return [default] * len(rows)
+    codes = column.codes[rows].tolist()
+    missing = [False] * len(codes) if column.missing is None else column.missing[rows].tolist()
+    labels = column.labels
+    return [
+        default if absent else code if labels is None else labels[code]
+        for code, absent in zip(codes, missing, strict=True)
+    ]
+
+
+def recover_groups(
+    columns: RolloutColumns, config: NormalizationConfig, prompt_group_sizes: Sequence[int] | Tensor | None = None
+) -> tuple[RolloutIndex, list[str]]:
+    """Find the prompt group and the rollout of every row, by the first rule that applies.
+
+    1. ``prompt_group_sizes``: recorded before flattening, so the strongest evidence. Zeros are empty groups.
+    2. nesting of the input.
+    3. the group key on every row; with adapters the pair (adapter, key). Rows need not be contiguous.
+    4. fixed fan-out: N equals ``n_samples_per_prompt * rollout_batch_size``, contiguous.
+    5. one group.
+
+    Rules 4 and 5 are guesses: they give a warning, or an error under ``group_fallback="error"``. Padding rows need no
+    group key and are not counted for rule 4. The key of a rollout is (group, rollout id).
+
+    Returns:
+        The index, and warnings.
+
+    Raises:
+        GroupingError: sizes that are no counts or do not sum to N; no evidence under ``group_fallback="error"``.
+
+    >>> columns = RolloutColumns(group=[7, 3, 7], rollout=[0, 1, 2], reward=[1, 2, 3], trainable_tokens=[1, 1, 1])
+    >>> index, warnings = recover_groups(columns, NormalizationConfig())
+    >>> index.groups, index.group_ids, index.group_source
+    ([[0, 2], [1]], [7, 3], 'group_index')
+    """
+    source, sizes, column, warnings = _choose_rule(columns, config, prompt_group_sizes)
+    device, rows = columns.reward.device, len(columns)
+    if sizes is not None:
+        counts = torch.tensor(sizes, device=device)
+        codes = torch.repeat_interleave(torch.arange(len(sizes), device=device), counts, output_size=rows)
+    elif column is not None:
+        codes = column.codes
+    else:
+        codes = _guessed_codes(columns, config.n_samples_per_prompt if source == "fixed_fan_out" else None)
+    rollout = columns.rollout
+    runs = find_runs(codes, None if rollout is None else rollout.codes)
+    numbered = number_runs(runs, codes, None if sizes is None else len(sizes))
+    index = RolloutIndex(
+        row_rollout=numbered.row_run,
+        rollout_group=numbered.run_group,
+        first_row=numbered.first_row,
+        num_groups=numbered.num_groups,
+        group_source=source,
+        rollouts_by_group=numbered.by_group,
+        group_column=column,
+        rollout_column=rollout,
+    )
+    warnings += _contradictions(index, columns, config, sizes)
+    return index, warnings
+
+
+def _choose_rule(
+    columns: RolloutColumns, config: NormalizationConfig, given: Sequence[int] | Tensor | None
+) -> tuple[str, list[int] | None, IdColumn | None, list[str]]:
+    if given is not None:
+        return "prompt_group_sizes", _check_sizes(given, len(columns)), None, []
+    if columns.nested_sizes is not None:
+        return "nesting", list(columns.nested_sizes), None, []
+    column, lacking = columns.group, []
+    if column is not None:
+        lacking = _rows_without_group(column, columns.padding)
+        if not lacking:
+            return config.group_key, None, _with_adapter(_one_group_of_missing(column), columns.adapter), []
+    rows = len(columns) if columns.padding is None else int((~columns.padding).sum())
+    n, batch = config.n_samples_per_prompt, config.rollout_batch_size
+    fixed = n is not None and batch is not None and rows == n * batch
+    found = f"{config.group_key!r} is missing on {format_rows(lacking)}" if lacking else f"no row has {config.group_key!r}"
+    if config.group_fallback == "error":
+        product = f"n_samples_per_prompt * rollout_batch_size is {n} * {batch} = {n * batch}" if n and batch else (
+            "n_samples_per_prompt and rollout_batch_size are not both set"
+        )  # fmt: skip
+        raise GroupingError(
+            "prompt groups",
+            got=f"{rows} rows; {found}; {product}",
+            expected="prompt_group_sizes, nested input, or a group id on every row (group_fallback is 'error')",
+            reason="a guessed group mixes prompts, and every baseline in it is wrong",
+            remedy=f"set {config.group_key} on every row when it is sampled, or pass prompt_group_sizes",
+            rows=lacking,
+        )
+    if fixed:
+        text = f"prompt groups were guessed: {found}, and {rows} rows are {batch} groups of {n} contiguous rows"
+        return "fixed_fan_out", None, None, [text]
+    text = f"prompt groups were guessed: {found}, so all {rows} rows form one group and share one baseline"
+    return "single_group", None, None, [text]
+
+
+def _check_sizes(given: Sequence[int] | Tensor, rows: int) -> list[int]:
+    sizes = given.tolist() if hasattr(given, "tolist") else list(given)
+    bad = [i for i, size in enumerate(sizes) if isinstance(size, bool) or not isinstance(size, int) or size < 0]
+    if bad or sum(sizes) != rows:
+        wrong = ", ".join(f"{sizes[i]!r} at position {i}" for i in bad[:10])
+        raise GroupingError(
+            "prompt_group_sizes",
+            got=wrong or f"{len(sizes)} sizes that sum to {sum(sizes)}",
+            expected="non-negative counts" if bad else f"a sum of {rows}, the number of rows",
+            reason="each row belongs to exactly one prompt group",
+            remedy="pass the number of rows of each prompt group, in the order of the rows, 0 for an empty one",
+        )
+    return sizes
+
+
+def _rows_without_group(column: IdColumn, padding: Tensor | None) -> list[int]:
+    if column.missing is None:
+        return []
+    lacking = column.missing if padding is None else column.missing & ~padding
+    rows: list[int] = torch.nonzero(lacking)[:, 0].tolist()
+    return rows
+
+
+def _one_group_of_missing(column: IdColumn) -> IdColumn:
+    """Rows without a group id, all of them padding, form one group instead of one each."""
+    if column.missing is None:
+        return column
+    fresh = int(column.codes[column.missing].min())
+    return IdColumn(column.codes.masked_fill(column.missing, fresh), column.labels, column.missing)
+
+
+def _with_adapter(column: IdColumn, adapter: IdColumn | None) -> IdColumn:
+    """Group ids that are unique across adapters: pairs of codes, numbered."""
+    if adapter is None:
+        return column
+    pairs, codes = torch.unique(torch.stack([adapter.codes, column.codes], dim=1), dim=0, return_inverse=True)
+    first = codes.new_full((len(pairs),), len(codes)).scatter_reduce_(0, codes, torch.arange(len(codes), device=codes.device), "amin")
+    labels = tuple((adapter.label(row), column.label(row)) for row in first.tolist())
+    return IdColumn(codes, labels, column.missing)
+
+
+def _guessed_codes(columns: RolloutColumns, size: int | None) -> Tensor:
+    """Contiguous groups of ``size`` rows, or one group; padding rows go with the last row before them."""
+    device = columns.reward.device
+    if size is None:
+        return torch.zeros(len(columns), dtype=torch.int64, device=device)
+    if columns.padding is None:
+        position = torch.arange(len(columns), device=device)
+    else:
+        position = (torch.cumsum(~columns.padding, 0) - 1).clamp_(min=0)
+    return torch.div(position, size, rounding_mode="floor")
+
+
+def _contradictions(
+    index: RolloutIndex, columns: RolloutColumns, config: NormalizationConfig, sizes: list[int] | None
+) -> list[str]:
+    warnings = []
+    guessed = index.group_source in ("fixed_fan_out", "single_group")
+    reused = _ids_in_several_groups(index)
+    if reused:
+        text = f"{format_rows(reused, 'rollout id', 8)} occur in several prompt groups and count as different rollouts"
+        warnings.append(f"the guessed groups contradict the rollout ids: {text}" if guessed else text)
+    n = config.n_samples_per_prompt
+    if guessed and n is not None:
+        per_group = torch.bincount(index.rollout_group, minlength=index.num_groups)
+        wrong = per_group != n if index.group_source == "fixed_fan_out" else per_group > n
+        if bool(wrong.any()):
+            warnings.append(
+                f"the guessed groups contradict the rollout ids: {int(wrong.sum())} of {index.num_groups} groups hold "
+                f"another number of rollouts than n_samples_per_prompt={n}, so rows of one rollout or of several prompts "
+                f"were mixed; set {config.group_key} on every row or pass prompt_group_sizes"
+            )
+    if sizes is not None and columns.group is not None and columns.group.missing is None:
+        mixed = _groups_with_several_ids(index, _with_adapter(columns.group, columns.adapter).codes)
+        if mixed:
+            warnings.append(
+                f"{format_rows(mixed, 'group', 8)} formed by {index.group_source} hold rows with different "
+                f"{config.group_key}: the sizes may be stale"
+            )
+    for row, other in columns.id_collisions:
+        if int(index.row_rollout[row]) == int(index.row_rollout[other]):
+            warnings.append(
+                f"rows {row} and {other} count as one rollout: the rollout_id of row {row} equals the index of row {other}, "
+                f"which has no rollout_id, but row {row} has another index"
+            )
+    return warnings
+
+
+def _ids_in_several_groups(index: RolloutIndex) -> list[Hashable]:
+    if index.rollout_column is None or index.num_groups < 2:
+        return []
+    codes = index.rollout_column.codes[index.first_row]
+    if bool((codes[1:] > codes[:-1]).all()):
+        return []
+    codes, order = torch.sort(codes, stable=True)
+    again = torch.nonzero(codes[1:] == codes[:-1])[:, 0] + 1
+    rows = index.first_row[order[again]].tolist()
+    return list(dict.fromkeys(index.rollout_column.label(row) for row in rows))
+
+
+def _groups_with_several_ids(index: RolloutIndex, codes: Tensor) -> list[int]:
+    reference = codes[index.group_first_row.clamp(max=index.num_rows - 1)][index.row_group]
+    groups: list[int] = torch.unique(index.row_group[codes != reference]).tolist()
+    return groups

@@ -1,0 +1,147 @@
+"""Ids of prompt groups, rollouts and adapters, of any hashable kind, as int64 codes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_norm.errors import SampleError, format_rows
+
+__all__ = ["IdColumn", "check_length", "encode_ids"]
+
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True, eq=False)
+class IdColumn:
+    """Ids of any hashable kind as int64 codes; equal ids have equal codes.
+
+    ``labels[code]`` is the id where the codes are not the ids themselves. Rows in ``missing`` have no id: their codes
+    are unlike all others.
+    """
+
+    codes: Tensor
+    labels: tuple[Hashable, ...] | None = None
+    missing: Tensor | None = None
+
+    def label(self, row: int) -> Hashable:
+        """The id of a row as it was given, None if it has none."""
+        if self.missing is not None and bool(self.missing[row]):
+            return None
+        code = int(self.codes[row])
+        return code if self.labels is None else self.labels[code]
+
+    def to(self, device: torch.device) -> IdColumn:
+        """The same ids on another device."""
+        return IdColumn(self.codes.to(device), self.labels, None if self.missing is None else self.missing.to(device))
+
+
+def encode_ids(values: Any, name: str, rows: int, device: torch.device | None = None) -> IdColumn:
+    """Turn ids of any hashable kind into int64 codes.
+
+    Integers stay as they are; other ids, and integers beyond int64, are numbered by first appearance. None and NaN mean
+    that the row has no id; ``3.0`` and a tensor holding 3 are the id 3, as tables and tensors bring them.
+
+    Raises:
+        SampleError: another length, or ids that are bools or cannot be hashed; all rows are named.
+
+    >>> encode_ids(["x", None, "x"], "rollout", 3).codes.tolist()
+    [0, 2, 0]
+    """
+    if isinstance(values, Tensor | np.ndarray):
+        numeric = _numeric_ids(values, name, rows, device)
+        if numeric is not None:
+            return numeric
+        values = values.tolist()
+    values = list(values)
+    check_length(name, (len(values),), rows)
+    ids = values if set(map(type, values)) <= {int, str, type(None)} else _plain_ids(values, name)
+    missing = [value is None for value in ids]
+    known = [value for value in ids if value is not None]
+    labels: tuple[Hashable, ...] | None = None
+    if all(isinstance(value, int) for value in known) and (
+        not known or (min(known) in _INT64 and max(known) + rows in _INT64)
+    ):
+        next_code = max(known, default=-1) + 1
+        codes = [next_code + row if value is None else value for row, value in enumerate(ids)]
+    else:
+        numbers_of: dict[Hashable, int] = {}
+        codes = [-1 if value is None else numbers_of.setdefault(value, len(numbers_of)) for value in ids]
+        labels = tuple(numbers_of)
+        codes = [len(labels) + row if code < 0 else code for row, code in enumerate(codes)]
+    tensor = torch.from_numpy(np.array(codes, dtype=np.int64)).to(device or "cpu")
+    return IdColumn(tensor, labels, torch.tensor(missing, device=device) if any(missing) else None)
+
+
+def _plain_ids(values: Sequence[Any], name: str) -> list[Hashable | None]:
+    ids: list[Hashable | None] = []
+    bad: list[int] = []
+    for row, given in enumerate(values):
+        value = given
+        if isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1):
+            value = value.item()
+        if isinstance(value, float):
+            value = None if math.isnan(value) else int(value) if value.is_integer() else value
+        if isinstance(value, bool) or not _hashable(value):
+            bad.append(row)
+        ids.append(value)
+    if bad:
+        raise SampleError(
+            f"{name} id of {format_rows(bad)}",
+            got=", ".join(f"{values[row]!r}"[:60] for row in bad[:5]),
+            expected="an int, a string, or another hashable id; None where there is none",
+            reason="rows belong together when their ids are equal",
+            remedy="name groups and rollouts by numbers or strings",
+            rows=bad,
+        )
+    return ids
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    # Tensors and arrays hash or compare by identity, which would make every row its own group.
+    return not isinstance(value, Tensor | np.ndarray)
+
+
+def _numeric_ids(values: Tensor | np.ndarray[Any, Any], name: str, rows: int, device: torch.device | None) -> IdColumn | None:
+    """Codes of an integer or float column without leaving the device; None if the dtype is of another kind."""
+    check_length(name, tuple(values.shape), rows)
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "iuf" or values.dtype == np.uint64:
+            return None
+        values = torch.from_numpy(np.ascontiguousarray(values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))))
+    if device is not None:
+        values = values.to(device)
+    if values.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        return IdColumn(values.detach().to(torch.int64))
+    if not values.is_floating_point():
+        return None
+    absent = torch.isnan(values)
+    whole = values.masked_fill(absent, 0.0)
+    if not bool(((whole == whole.trunc()) & (whole.abs() < 2**53)).all()):
+        return None
+    codes = whole.to(torch.int64)
+    if not bool(absent.any()):
+        return IdColumn(codes)
+    fresh = int(codes.max()) + 1 + torch.arange(rows, device=values.device)
+    return IdColumn(torch.where(absent, fresh, codes), None, absent)
+
+
+def check_length(name: str, shape: tuple[int, ...], rows: int) -> None:
+    if shape != (rows,):
+        raise SampleError(
+            f"{name} column",
+            got=f"shape {list(shape)}",
+            expected=f"[{rows}], the shape of the reward column",
+            reason="every column has one entry per row",
+            remedy="pass one-dimensional columns of one length",
+        )

@@ -1,0 +1,136 @@
+"""Mean, deviation and range of every segment, by a rule whose bits depend only on the sorted values of the segment.
+
+The values of a segment are sorted, then added as a binary tree over adjacent pairs: ``((v0 + v1) + (v2 + v3)) + ...``.
+The shape of the tree depends on positions alone and a missing leaf counts as 0, so neither the order of the input, nor
+the other segments, nor the width of the buffer, nor the device changes a bit. A running sum or an atomic add would.
+
+Segments are worked on in blocks of equal width (the next power of two), a bounded number of values at a time, so that
+one huge segment beside many small ones costs at most twice its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["SegmentStatistics", "segment_statistics"]
+
+SQUARE_UNDERFLOW = 2.0**-500
+"""A range below this cannot be squared in float64, so its values count as equal."""
+
+_BLOCK_VALUES = 2**18
+_POWERS_OF_TWO = tuple(2**k for k in range(63))
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentStatistics:
+    """Statistics of S segments; float64 ``[S]``, 0 for a segment without values."""
+
+    count: Tensor
+    """int64: number of values."""
+    total: Tensor
+    """Sum."""
+    mean: Tensor
+    """``total / count``; the value itself where all values are equal."""
+    std: Tensor
+    """Standard deviation with the given ``ddof``; 0 where all values are equal or there are not more than ``ddof``."""
+    minimum: Tensor
+    maximum: Tensor
+    equal: Tensor
+    """bool: all values are equal, or range over no more than the tolerance; true for a segment of one or none."""
+
+    @property
+    def range(self) -> Tensor:
+        """``maximum - minimum``."""
+        return self.maximum - self.minimum
+
+
+def segment_statistics(values: Tensor, count: Tensor, *, ddof: int = 1, tolerance: float = 0.0) -> SegmentStatistics:
+    r"""Two-pass statistics of segments that lie one after another in ``values``.
+
+    .. math:: \mu = \frac{1}{n} \sum_i v_i, \qquad \sigma = \sqrt{\frac{1}{n - \mathrm{ddof}} \sum_i (v_i - \mu)^2}
+
+    Why two passes: :math:`E[v^2] - E[v]^2` cancels and can turn negative for values that are nearly equal.
+
+    Args:
+        values: float64 ``[M]``, finite, segment after segment.
+        count: int64 ``[S]``, the length of each segment; zeros are allowed; sums to M.
+        ddof: 1 for the sample standard deviation, 0 for the population's.
+        tolerance: A range of at most this share of the largest absolute value counts as equal.
+
+    >>> s = segment_statistics(torch.tensor([4.0, 2.0, 0.0, 0.7, 0.7], dtype=torch.float64), torch.tensor([3, 0, 2]))
+    >>> s.mean.tolist(), s.std.tolist(), s.equal.tolist()
+    ([2.0, 0.0, 0.7], [2.0, 0.0, 0.0], [False, True, True])
+    """
+    total, mean, squares, low, high = values.new_zeros((5, len(count))).unbind()
+    start = torch.cumsum(count, 0) - count
+    for chosen, width in _blocks(count, values.device.type == "cpu"):
+        n = count if chosen is None else count[chosen]
+        sums, centres, deviations, smallest, largest = _block(values, start if chosen is None else start[chosen], n, width)
+        for out, part in ((total, sums), (mean, centres), (squares, deviations), (low, smallest), (high, largest)):
+            if isinstance(chosen, Tensor):
+                out.index_copy_(0, chosen, part)
+            else:
+                out[chosen or slice(None)] = part
+    spread = high - low
+    largest = torch.maximum(high, -low)
+    threshold = (largest * tolerance).clamp_(min=SQUARE_UNDERFLOW) if tolerance else SQUARE_UNDERFLOW
+    equal = spread <= threshold
+    std = (squares / (count - ddof).clamp_(min=1)).sqrt_().masked_fill_(equal, 0.0)
+    return SegmentStatistics(count, total, torch.where(spread == 0, low, mean), std, low, high, equal)
+
+
+def _blocks(count: Tensor, bounded: bool) -> Iterator[tuple[slice | Tensor | None, int]]:
+    """Split the segments that hold values into selections of one width; None selects all, a slice costs no copy."""
+    segments = len(count)
+    if not segments:
+        return
+    shortest, longest = (int(x) for x in torch.aminmax(count))
+    width = _width(longest)
+    if shortest and _width(shortest) == width:
+        step = max(1, _BLOCK_VALUES // width) if bounded else segments
+        if segments <= step:
+            yield None, width
+        else:
+            yield from ((slice(first, first + step), width) for first in range(0, segments, step))
+        return
+    exponent = torch.bucketize(count, torch.tensor(_POWERS_OF_TWO, device=count.device))  # smallest with count <= 2**exponent
+    exponent.masked_fill_(count == 0, len(_POWERS_OF_TWO))
+    for k, present in enumerate(torch.bincount(exponent)[: len(_POWERS_OF_TWO)].tolist()):
+        if present:
+            chosen = torch.nonzero(exponent == k)[:, 0]
+            yield from ((part, 1 << k) for part in chosen.split(max(1, _BLOCK_VALUES >> k) if bounded else segments))
+
+
+def _width(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _block(values: Tensor, start: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sum, mean, sum of squared deviations, minimum and maximum of segments no longer than ``width``."""
+    position = torch.arange(width, device=values.device)
+    index = (start[:, None] + position).clamp_(max=len(values) - 1)
+    table = values.index_select(0, index.view(-1)).view(index.shape)
+    del index
+    outside = position >= count[:, None]
+    table.masked_fill_(outside, torch.inf)
+    if table.device.type == "cpu":
+        table.numpy().sort(axis=1)  # in place and without indices
+    else:
+        table = torch.sort(table, dim=1).values
+    low, high = table[:, 0].clone(), table.gather(1, count[:, None] - 1)[:, 0]
+    table.masked_fill_(outside, 0.0)
+    total = _tree_sum(table)
+    mean = total / count
+    squares = table.sub_(mean[:, None]).square_().masked_fill_(outside, 0.0)
+    return total, mean, _tree_sum(squares), low, high
+
+
+def _tree_sum(table: Tensor) -> Tensor:
+    """Add adjacent columns until one is left; the width of ``table`` is a power of two."""
+    while table.shape[1] > 1:
+        table = table[:, 0::2] + table[:, 1::2]
+    return table[:, 0]
