@@ -76,7 +76,8 @@ def write_dump(dump: RolloutDump, path: str | os.PathLike[str], *, progress: Pro
     dicts and an Enum its value, so that reading the file needs no class of this library.
 
     ``.jsonl`` keeps the rows only: it has no place for ``rollout_id`` and ``metadata``; a warning on the logger
-    ``miles_norm`` names the metadata keys that are left out. Tensors and arrays become lists, and NaN is written as ``NaN``.
+    ``miles_norm`` names the metadata keys that are left out. Tensors and arrays become lists, NaN is written as
+    ``NaN``.
 
     Args:
         dump: What to write; it must have rows.

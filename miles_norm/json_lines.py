@@ -77,7 +77,7 @@ def open_writer(file: BinaryIO, suffix: str) -> AbstractContextManager[IO[bytes]
 
 
 def _parse_row(line: bytes) -> dict[str, Any]:
-    row = json.loads(line.decode("utf-8"))
+    row = json.loads(line.decode("utf-8").rstrip())
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {_JSON_NAMES.get(type(row), 'number')}, not an object")
     if "samples" in row and row.keys() <= {"rollout_id", "metadata", "samples"}:

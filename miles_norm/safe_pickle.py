@@ -66,6 +66,9 @@ def load_checkpoint(file: BinaryIO, subject: str) -> Any:
     except DumpError:
         raise
     except Exception as error:  # noqa: BLE001  # A damaged archive can make the readers of zip, pickle and tensors raise anything.
+        # torch wraps what went wrong into advice on turning its check off, which nobody should follow here.
+        if isinstance(error, pickle.UnpicklingError) and isinstance(error.__context__, Exception):
+            error = error.__context__
         first_line = (str(error).splitlines() or [""])[0]
         _refuse(subject, f"a file that fails to load with {type(error).__name__}: {first_line:.200}", error)
 
@@ -137,7 +140,7 @@ def pickled_names(data: bytes) -> set[str]:
 
     Raises:
         pickle.UnpicklingError: An instruction that ``torch.save`` does not write.
-        ValueError, IndexError, struct.error: The pickle ends early.
+        EOFError, ValueError, IndexError, struct.error: The pickle ends early.
 
     >>> sorted(pickled_names(pickle.dumps({"a": {1, 2}, "b": 1 + 2j}, protocol=2)))
     ['builtins.complex', 'builtins.set']
@@ -160,8 +163,10 @@ def pickled_names(data: bytes) -> set[str]:
             position += 5 + struct.unpack_from("<I", data, position + 1)[0]
         elif code in (b"U", b"\x8a"):
             position += 2 + data[position + 1]
-        else:
+        elif code:
             raise pickle.UnpicklingError(f"the pickle instruction {code!r} at byte {position}")
+        else:
+            raise EOFError("the pickle has no end")
 
 
 def _check_names(data: bytes, subject: str) -> set[str]:
