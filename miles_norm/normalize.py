@@ -217,13 +217,12 @@ def _advantages(rewards: RolloutRewards, grouped: GroupedRewards, config: Normal
     if not config.normalizes_groups:
         advantages = rewards.values
     else:
-        single = statistics.count == 1
-        if config.singleton == "error" and bool(single.any()):
-            raise _singletons(grouped, torch.nonzero(single)[:, 0].tolist())
+        if config.singleton == "error" and bool((statistics.count == 1).any()):
+            raise _singletons(grouped, torch.nonzero(statistics.count == 1)[:, 0].tolist())
         advantages = ESTIMATORS[config.advantage_estimator].compute(rewards.values, group, statistics, config)
         advantages = advantages.masked_fill(statistics.equal[group], 0.0)
         if config.singleton == "raw":
-            advantages = torch.where(single[group], rewards.values, advantages)
+            advantages = torch.where((statistics.count == 1)[group], rewards.values, advantages)
     counted = grouped.counted
     if counted is not None:
         advantages = advantages.masked_fill(~counted, 0.0)
@@ -244,8 +243,7 @@ def _singletons(grouped: GroupedRewards, groups: list[int]) -> GroupingError:
 def _group_warnings(grouped: GroupedRewards, config: NormalizationConfig) -> list[str]:
     statistics, index = grouped.statistics, grouped.index
     warnings = []
-    largest = torch.maximum(statistics.maximum, -statistics.minimum)
-    nearly = (statistics.range <= largest * NEARLY_EQUAL) & ~statistics.equal
+    nearly = (statistics.range <= statistics.largest * NEARLY_EQUAL) & ~statistics.equal
     if bool(nearly.any()):
         ids = [index.group_ids[group] for group in torch.nonzero(nearly)[:, 0].tolist()]
         warnings.append(

@@ -21,7 +21,8 @@ __all__ = ["SegmentStatistics", "segment_statistics"]
 SQUARE_UNDERFLOW = 2.0**-500
 """A range below this cannot be squared in float64, so its values count as equal."""
 
-_BLOCK_VALUES = 2**18
+_BLOCK_CELLS = 2**18
+_SPARE_CELLS = 2**12
 _POWERS_OF_TWO = tuple(2**k for k in range(63))
 
 
@@ -39,13 +40,12 @@ class SegmentStatistics:
     """Standard deviation with the given ``ddof``; 0 where all values are equal or there are not more than ``ddof``."""
     minimum: Tensor
     maximum: Tensor
+    range: Tensor
+    """``maximum - minimum``."""
+    largest: Tensor
+    """Largest absolute value."""
     equal: Tensor
     """bool: all values are equal, or range over no more than the tolerance; true for a segment of one or none."""
-
-    @property
-    def range(self) -> Tensor:
-        """``maximum - minimum``."""
-        return self.maximum - self.minimum
 
 
 def segment_statistics(values: Tensor, count: Tensor, *, ddof: int = 1, tolerance: float = 0.0) -> SegmentStatistics:
@@ -65,52 +65,57 @@ def segment_statistics(values: Tensor, count: Tensor, *, ddof: int = 1, toleranc
     >>> s.mean.tolist(), s.std.tolist(), s.equal.tolist()
     ([2.0, 0.0, 0.7], [2.0, 0.0, 0.0], [False, True, True])
     """
-    total, mean, squares, low, high = values.new_zeros((5, len(count))).unbind()
-    start = torch.cumsum(count, 0) - count
-    for chosen, width in _blocks(count, values.device.type == "cpu"):
-        n = count if chosen is None else count[chosen]
-        sums, centres, deviations, smallest, largest = _block(values, start if chosen is None else start[chosen], n, width)
-        for out, part in ((total, sums), (mean, centres), (squares, deviations), (low, smallest), (high, largest)):
-            if isinstance(chosen, Tensor):
-                out.index_copy_(0, chosen, part)
-            else:
-                out[chosen or slice(None)] = part
+    total, mean, squares, low, high = _columns(values, count)
     spread = high - low
     largest = torch.maximum(high, -low)
     threshold = (largest * tolerance).clamp_(min=SQUARE_UNDERFLOW) if tolerance else SQUARE_UNDERFLOW
     equal = spread <= threshold
     std = (squares / (count - ddof).clamp_(min=1)).sqrt_().masked_fill_(equal, 0.0)
-    return SegmentStatistics(count, total, torch.where(spread == 0, low, mean), std, low, high, equal)
+    return SegmentStatistics(count, total, torch.where(spread == 0, low, mean), std, low, high, spread, largest, equal)
 
 
-def _blocks(count: Tensor, bounded: bool) -> Iterator[tuple[slice | Tensor | None, int]]:
-    """Split the segments that hold values into selections of one width; None selects all, a slice costs no copy."""
+def _columns(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+    """Sum, mean, sum of squared deviations, minimum and maximum of each segment."""
+    if not len(values):
+        return values.new_zeros((5, len(count))).unbind()
+    start = torch.cumsum(count, 0) - count
+    out: tuple[Tensor, ...] = ()
+    for chosen, width in _blocks(count, len(values), values.device.type == "cpu"):
+        if chosen is None:
+            return _block(values, start, count, width)
+        out = out or values.new_zeros((5, len(count))).unbind()
+        for column, part in zip(out, _block(values, start[chosen], count[chosen], width), strict=True):
+            if isinstance(chosen, slice):
+                column[chosen] = part
+            else:
+                column.index_copy_(0, chosen, part)
+    return out
+
+
+def _blocks(count: Tensor, values: int, bounded: bool) -> Iterator[tuple[slice | Tensor | None, int]]:
+    """Split the segments into selections of one width; None selects all, a slice costs no copy."""
     segments = len(count)
-    if not segments:
-        return
-    shortest, longest = (int(x) for x in torch.aminmax(count))
-    width = _width(longest)
-    if shortest and _width(shortest) == width:
-        step = max(1, _BLOCK_VALUES // width) if bounded else segments
+    width = _width(int(count.max()))
+    if segments * width <= 2 * values + _SPARE_CELLS:
+        step = max(1, _BLOCK_CELLS // width) if bounded else segments
         if segments <= step:
             yield None, width
         else:
             yield from ((slice(first, first + step), width) for first in range(0, segments, step))
         return
-    exponent = torch.bucketize(count, torch.tensor(_POWERS_OF_TWO, device=count.device))  # smallest with count <= 2**exponent
-    exponent.masked_fill_(count == 0, len(_POWERS_OF_TWO))
-    for k, present in enumerate(torch.bincount(exponent)[: len(_POWERS_OF_TWO)].tolist()):
+    exponent = torch.bucketize(count, torch.tensor(_POWERS_OF_TWO, device=count.device))  # count <= 2**exponent
+    for k, present in enumerate(torch.bincount(exponent).tolist()):
         if present:
             chosen = torch.nonzero(exponent == k)[:, 0]
-            yield from ((part, 1 << k) for part in chosen.split(max(1, _BLOCK_VALUES >> k) if bounded else segments))
+            yield from ((part, 1 << k) for part in chosen.split(max(1, _BLOCK_CELLS >> k) if bounded else segments))
 
 
 def _width(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return 1 << max(count - 1, 0).bit_length()
 
 
-def _block(values: Tensor, start: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Sum, mean, sum of squared deviations, minimum and maximum of segments no longer than ``width``."""
+def _block(values: Tensor, start: Tensor, count: Tensor, width: int) -> tuple[Tensor, ...]:
+    """What ``_columns`` gives, for segments no longer than ``width``."""
     position = torch.arange(width, device=values.device)
     index = (start[:, None] + position).clamp_(max=len(values) - 1)
     table = values.index_select(0, index.view(-1)).view(index.shape)
@@ -121,16 +126,23 @@ def _block(values: Tensor, start: Tensor, count: Tensor, width: int) -> tuple[Te
         table.numpy().sort(axis=1)  # in place and without indices
     else:
         table = torch.sort(table, dim=1).values
-    low, high = table[:, 0].clone(), table.gather(1, count[:, None] - 1)[:, 0]
+    length = count.clamp(min=1)  # a segment without values reads one that is masked
+    low, high = table[:, 0].clone(), table.gather(1, length[:, None] - 1)[:, 0]
     table.masked_fill_(outside, 0.0)
     total = _tree_sum(table)
-    mean = total / count
+    mean = total / length
     squares = table.sub_(mean[:, None]).square_().masked_fill_(outside, 0.0)
-    return total, mean, _tree_sum(squares), low, high
+    empty = count == 0
+    return total, mean, _tree_sum(squares), low.masked_fill_(empty, 0.0), high.masked_fill_(empty, 0.0)
 
 
 def _tree_sum(table: Tensor) -> Tensor:
     """Add adjacent columns until one is left; the width of ``table`` is a power of two."""
+    if table.device.type == "cpu":
+        array = table.numpy()  # the same additions, at a fraction of the cost of a call where groups are few
+        while array.shape[1] > 1:
+            array = array[:, 0::2] + array[:, 1::2]
+        return torch.from_numpy(array[:, 0])
     while table.shape[1] > 1:
         table = table[:, 0::2] + table[:, 1::2]
     return table[:, 0]
