@@ -55,7 +55,11 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
             raise _bad_masks(f"loss mask of {format_rows(bad)}", "entries other than 0 and 1", bad)
         return torch.where(mask != 0, values[:, None], 0.0)
     ragged = [None if mask is None else torch.as_tensor(mask, device=values.device) for mask in masks]
-    bad = [row for row, mask in enumerate(ragged) if mask is None or mask.ndim != 1 or bool(((mask != 0) & (mask != 1)).any())]
+    bad = [
+        row
+        for row, mask in enumerate(ragged)
+        if mask is None or mask.ndim != 1 or bool(((mask != 0) & (mask != 1)).any())
+    ]
     if bad:
         raise _bad_masks(f"loss mask of {format_rows(bad)}", "None, nested, or entries other than 0 and 1", bad)
     return [torch.where(mask != 0, value, 0.0) for value, mask in zip(values, ragged, strict=True) if mask is not None]

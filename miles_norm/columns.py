@@ -1,7 +1,7 @@
 """Index columns of a batch: one number per row and field, which is all that normalization reads.
 
-Token lists are never touched: of a loss mask only the sum is taken. ``columns_from_samples`` (in ``sample_columns``) builds
-the columns from rows of any kind; ``RolloutColumns`` also takes tensors or arrays that already exist.
+Token lists are never touched: of a loss mask only the sum is taken. ``columns_from_samples`` (in ``sample_columns``)
+builds the columns from rows of any kind; ``RolloutColumns`` also takes tensors or arrays that already exist.
 """
 
 from __future__ import annotations
@@ -133,7 +133,11 @@ def _token_column(values: Any, rows: int, device: torch.device) -> Tensor:
     tokens = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
     check_length("trainable_tokens", tuple(tokens.shape), rows)
     whole = tokens.to(device).to(torch.int64)
-    if tokens.dtype == torch.bool or tokens.is_complex() or (tokens.is_floating_point() and bool((whole != tokens.to(device)).any())):
+    if (
+        tokens.dtype == torch.bool
+        or tokens.is_complex()
+        or (tokens.is_floating_point() and bool((whole != tokens.to(device)).any()))
+    ):
         bad = torch.nonzero(whole != tokens.to(device))[:, 0].tolist()
     else:
         low, high = (int(x) for x in torch.aminmax(whole))

@@ -27,7 +27,8 @@ RolloutRewardPolicy = Literal["mainstream", "shared", "first", "last", "max", "m
 
 
 class _Config(BaseModel):
-    """What all config models share: frozen, strict types, no unknown field, errors of our own tree, YAML in and out."""
+    """What all config models share: frozen, strict types, no unknown field, errors of our own tree,
+    YAML in and out."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -97,7 +98,8 @@ class NormalizationConfig(_Config):
     """
 
     advantage_estimator: AdvantageEstimator = "grpo"
-    """Which formula turns the rewards of a prompt group into advantages; `ppo` and `reinforce_plus_plus` pass rewards through."""
+    """Which formula turns the rewards of a prompt group into advantages; `ppo` and
+    `reinforce_plus_plus` pass rewards through."""
 
     rewards_normalization: bool = True
     """False: every row keeps its own reward, whatever the estimator (Miles flag)."""
@@ -112,31 +114,38 @@ class NormalizationConfig(_Config):
     """Added to the standard deviation, after the root."""
 
     zero_std_tolerance: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """A group whose rewards range over no more than this share of its largest absolute reward counts as all equal: advantages are exactly 0."""
+    """A group whose rewards range over no more than this share of its largest absolute reward counts
+    as all equal: advantages are exactly 0."""
 
     singleton: Literal["zero", "raw", "error"] = "zero"
     """A group with one counted rollout: advantage 0, its raw reward, or an error."""
 
     rollout_reward: RolloutRewardPolicy = "mainstream"
-    """Which reward speaks for a rollout: that of the sibling with the most trainable tokens, one that all siblings share, the first, the last, or the max, mean or sum."""
+    """Which reward speaks for a rollout: that of the sibling with the most trainable tokens, one that
+    all siblings share, the first, the last, or the max, mean or sum."""
 
     shared_reward_tolerance: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """How far siblings may differ under `rollout_reward: shared`, relative to the largest absolute reward among them."""
+    """How far siblings may differ under `rollout_reward: shared`, relative to the largest absolute
+    reward among them."""
 
     reward_key: str | None = None
     """The entry to take when rewards are dicts (Miles flag)."""
 
     missing_reward: Literal["error", "exclude", "zero"] = "error"
-    """A reward that is None, NaN or infinite: an error; the row cannot speak for its rollout; or it counts as 0."""
+    """A reward that is None, NaN or infinite: an error; the row cannot speak for its rollout; or it
+    counts as 0."""
 
     untrained_rollouts: Literal["include", "exclude"] = "include"
-    """Whether a rollout without a trainable token (removed or fully masked) enters the statistics and denominators (Miles: include)."""
+    """Whether a rollout without a trainable token (removed or fully masked) enters the statistics and
+    denominators (Miles: include)."""
 
     truncated_rollouts: Literal["include", "untrain"] = "include"
-    """`untrain`: a rollout with a truncated row keeps its place in the statistics, but none of its tokens is trained."""
+    """`untrain`: a rollout with a truncated row keeps its place in the statistics, but none of its
+    tokens is trained."""
 
     zero_variance_groups: Literal["keep", "drop_from_loss"] = "keep"
-    """`drop_from_loss`: rollouts of a group whose rewards are all equal are not trained and enter no denominator."""
+    """`drop_from_loss`: rollouts of a group whose rewards are all equal are not trained and enter no
+    denominator."""
 
     min_group_size: int = Field(default=1, ge=1)
     """Groups with fewer counted rollouts are excluded."""
@@ -145,13 +154,15 @@ class NormalizationConfig(_Config):
     """The sample field, or the key in its metadata, that names the prompt group."""
 
     group_fallback: Literal["single_group", "error"] = "single_group"
-    """Without sizes, nesting and `group_key`: guess (fixed fan-out, else one group) with a warning, or refuse."""
+    """Without sizes, nesting and `group_key`: guess (fixed fan-out, else one group) with a warning, or
+    refuse."""
 
     coerce_numeric_strings: bool = False
     """Read a reward such as "0.5" as a number instead of refusing it."""
 
     n_samples_per_prompt: int | None = Field(default=None, ge=1)
-    """Rollouts per prompt group; used for the fixed fan-out and to report incomplete groups (Miles flag)."""
+    """Rollouts per prompt group; used for the fixed fan-out and to report incomplete groups (Miles
+    flag)."""
 
     rollout_batch_size: int | None = Field(default=None, ge=1)
     """Prompt groups per batch; used for the fixed fan-out (Miles flag)."""
@@ -245,7 +256,9 @@ def parse_yaml(text: str, name: str) -> Any:
             keys = [key.value for key, _ in node.value]
             twice = sorted({str(key) for key in keys if keys.count(key) > 1})
             if twice:
-                raise yaml.constructor.ConstructorError(None, None, f"keys given twice: {', '.join(twice)}", node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"keys given twice: {', '.join(twice)}", node.start_mark
+                )
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
 
@@ -277,5 +290,3 @@ def _yaml() -> Any:
             remedy="pip install 'miles-norm[yaml]'",
         ) from None
     return yaml
-
-

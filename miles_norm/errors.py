@@ -52,7 +52,9 @@ class MilesNormError(Exception):
       remedy:   pass one size per group
     """
 
-    def __init__(self, subject: str, *, got: str, expected: str, reason: str, remedy: str, rows: Iterable[int] = ()) -> None:
+    def __init__(
+        self, subject: str, *, got: str, expected: str, reason: str, remedy: str, rows: Iterable[int] = ()
+    ) -> None:
         self.subject, self.got, self.expected = subject, got, expected
         self.reason, self.remedy, self.rows = reason, remedy, tuple(rows)
         super().__init__(subject)

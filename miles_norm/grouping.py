@@ -35,7 +35,7 @@ class RolloutIndex:
     num_groups: int
     """G, empty groups included."""
     group_source: str
-    """What formed the groups: ``prompt_group_sizes``, ``nesting``, the group key, ``fixed_fan_out`` or ``single_group``."""
+    """What formed the groups: ``prompt_group_sizes``, ``nesting``, the group key, ``fixed_fan_out``, ``single_group``."""
     rollouts_by_group: Tensor | None
     """int64 ``[R]``: rollouts, group after group; None where their own order is that already."""
     group_column: IdColumn | None
@@ -170,7 +170,9 @@ def _choose_rule(
     rows = len(columns) if columns.padding is None else int((~columns.padding).sum())
     n, batch = config.n_samples_per_prompt, config.rollout_batch_size
     fixed = n is not None and batch is not None and rows == n * batch
-    found = f"{config.group_key!r} is missing on {format_rows(lacking)}" if lacking else f"no row has {config.group_key!r}"
+    found = (
+        f"{config.group_key!r} is missing on {format_rows(lacking)}" if lacking else f"no row has {config.group_key!r}"
+    )
     if config.group_fallback == "error":
         product = f"n_samples_per_prompt * rollout_batch_size is {n} * {batch} = {n * batch}" if n and batch else (
             "n_samples_per_prompt and rollout_batch_size are not both set"
@@ -226,7 +228,9 @@ def _with_adapter(column: IdColumn, adapter: IdColumn | None) -> IdColumn:
     if adapter is None:
         return column
     pairs, codes = torch.unique(torch.stack([adapter.codes, column.codes], dim=1), dim=0, return_inverse=True)
-    first = codes.new_full((len(pairs),), len(codes)).scatter_reduce_(0, codes, torch.arange(len(codes), device=codes.device), "amin")
+    first = codes.new_full((len(pairs),), len(codes)).scatter_reduce_(
+        0, codes, torch.arange(len(codes), device=codes.device), "amin"
+    )
     labels = tuple((adapter.label(row), column.label(row)) for row in first.tolist())
     return IdColumn(codes, labels, column.missing)
 
@@ -259,8 +263,8 @@ def _contradictions(
         if bool(wrong.any()):
             warnings.append(
                 f"the guessed groups contradict the rollout ids: {int(wrong.sum())} of {index.num_groups} groups hold "
-                f"another number of rollouts than n_samples_per_prompt={n}, so rows of one rollout or of several prompts "
-                f"were mixed; set {config.group_key} on every row or pass prompt_group_sizes"
+                f"another number of rollouts than n_samples_per_prompt={n}, so rows of one rollout or of several "
+                f"prompts were mixed; set {config.group_key} on every row or pass prompt_group_sizes"
             )
     if sizes is not None and columns.group is not None and columns.group.missing is None:
         mixed = _groups_with_several_ids(index, _with_adapter(columns.group, columns.adapter).codes)
@@ -272,8 +276,8 @@ def _contradictions(
     for row, other in columns.id_collisions:
         if int(index.row_rollout[row]) == int(index.row_rollout[other]):
             warnings.append(
-                f"rows {row} and {other} count as one rollout: the rollout_id of row {row} equals the index of row {other}, "
-                f"which has no rollout_id, but row {row} has another index"
+                f"rows {row} and {other} count as one rollout: the rollout_id of row {row} equals the index of row "
+                f"{other}, which has no rollout_id, but row {row} has another index"
             )
     return warnings
 

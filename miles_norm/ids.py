@@ -63,7 +63,7 @@ def encode_ids(values: Any, name: str, rows: int, device: torch.device | None = 
     check_length(name, (len(values),), rows)
     ids = values if set(map(type, values)) <= {int, str, type(None)} else _plain_ids(values, name)
     missing = [value is None for value in ids]
-    known = [value for value in ids if value is not None]
+    known: list[Any] = [value for value in ids if value is not None]
     labels: tuple[Hashable, ...] | None = None
     if all(isinstance(value, int) for value in known) and (
         not known or (min(known) in _INT64 and max(known) + rows in _INT64)
@@ -112,13 +112,17 @@ def _hashable(value: Any) -> bool:
     return not isinstance(value, Tensor | np.ndarray)
 
 
-def _numeric_ids(values: Tensor | np.ndarray[Any, Any], name: str, rows: int, device: torch.device | None) -> IdColumn | None:
+def _numeric_ids(
+    values: Tensor | np.ndarray[Any, Any], name: str, rows: int, device: torch.device | None
+) -> IdColumn | None:
     """Codes of an integer or float column without leaving the device; None if the dtype is of another kind."""
     check_length(name, tuple(values.shape), rows)
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iuf" or values.dtype == np.uint64:
             return None
-        values = torch.from_numpy(np.ascontiguousarray(values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))))
+        values = torch.from_numpy(
+            np.ascontiguousarray(values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("=")))
+        )
     if device is not None:
         values = values.to(device)
     if values.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
@@ -137,6 +141,7 @@ def _numeric_ids(values: Tensor | np.ndarray[Any, Any], name: str, rows: int, de
 
 
 def check_length(name: str, shape: tuple[int, ...], rows: int) -> None:
+    """Refuse a column that is not one-dimensional or has another length than the rewards."""
     if shape != (rows,):
         raise SampleError(
             f"{name} column",

@@ -1,4 +1,4 @@
-"""The hall: samples or columns in, ``NormalizedRewards`` out, with every step's result kept so that it can be explained."""
+"""The hall: samples or columns in, ``NormalizedRewards`` out, every step's result kept so that it can be explained."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class NormalizedRewards:
         self.rollout_advantages = rollout_advantages
         """float32 ``[R]``; 0 for a rollout that does not count."""
         self.warnings = warnings
-        """What deserves a look: guessed groups, siblings that disagree, ids used twice, groups that are nearly equal."""
+        """What deserves a look: guessed groups, siblings that disagree, ids used twice, groups nearly equal."""
 
     @cached_property
     def advantages(self) -> Tensor:
@@ -95,7 +95,7 @@ class NormalizedRewards:
 
     @cached_property
     def trainable_tokens(self) -> Tensor:
-        """int64 ``[N]``: sum of each row's loss mask; 0 for rows that are removed, padding, untrained or excluded."""
+        """int64 ``[N]``: sum of each row's loss mask; 0 for removed, padding, untrained and excluded rows."""
         tokens = self.rewards.row_tokens
         if self.exclusion is not None:
             tokens = tokens.masked_fill(~self._row_counts, 0)
@@ -247,8 +247,8 @@ def _group_warnings(grouped: GroupedRewards, config: NormalizationConfig) -> lis
     if bool(nearly.any()):
         ids = [index.group_ids[group] for group in torch.nonzero(nearly)[:, 0].tolist()]
         warnings.append(
-            f"rewards of {format_rows(ids, 'prompt group', 8)} differ by at most {NEARLY_EQUAL:g} of the largest, which may "
-            "be rounding; zero_std_tolerance counts them as equal"
+            f"rewards of {format_rows(ids, 'prompt group', 8)} differ by at most {NEARLY_EQUAL:g} of the largest, "
+            "which may be rounding; zero_std_tolerance counts them as equal"
         )
     most = int(statistics.count.max()) if index.num_groups else 0
     if most == 0:
@@ -257,6 +257,7 @@ def _group_warnings(grouped: GroupedRewards, config: NormalizationConfig) -> lis
         n = config.n_samples_per_prompt
         although = f" although n_samples_per_prompt={n}" if n is not None and n > 1 else ""
         warnings.append(
-            f"every group has one rollout{although}, so there is no baseline; does {config.group_key!r} name the prompt?"
+            f"every group has one rollout{although}, so there is no baseline; "
+            f"does {config.group_key!r} name the prompt?"
         )
     return warnings

@@ -144,7 +144,7 @@ class _Siblings:
 
 
 def _mainstream_rows(index: RolloutIndex, tokens: Tensor, may_speak: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The first row with the most trainable tokens among those that may speak, and which rollouts have one (None: all)."""
+    """The first row with the most trainable tokens among those that may speak; which rollouts have one (None: all)."""
     rows = index.num_rows
     if index.num_rollouts == rows:
         return index.first_row, None if may_speak is None else may_speak[index.first_row]
@@ -176,7 +176,9 @@ def _apply_policy(siblings: _Siblings, config: NormalizationConfig) -> tuple[Ten
             if may_speak is not None:
                 row.masked_fill_(~may_speak, index.num_rows if end == "first" else -1)
             reduce = "amin" if end == "first" else "amax"
-            rows = row.new_zeros(index.num_rollouts).scatter_reduce_(0, index.row_rollout, row, reduce, include_self=False)
+            rows = row.new_zeros(index.num_rollouts).scatter_reduce_(
+                0, index.row_rollout, row, reduce, include_self=False
+            )
             chosen = values[rows.clamp_(0, index.num_rows - 1)]
         case "max":
             chosen = _extreme(siblings, "amax")
@@ -225,8 +227,8 @@ def _disagreements(siblings: _Siblings, chosen: Tensor) -> tuple[str, ...]:
     if bool(tied.any()):
         rollouts = torch.unique(index.row_rollout[tied]).tolist()
         warnings.append(
-            f"tie between siblings with different rewards in {_name(index, rollouts)}: the first row speaks, so the result "
-            "depends on the order of rows"
+            f"tie between siblings with different rewards in {_name(index, rollouts)}: the first row speaks, so the "
+            "result depends on the order of rows"
         )
     return tuple(warnings)
 

@@ -24,9 +24,9 @@ def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | N
             an inner list is a prompt group, a list inside it is a rollout.
         config: Says where the reward and the group id stand: ``reward_key``, ``group_key``, ``coerce_numeric_strings``.
 
-    Read per row: the group id (``group_key``, in the row or its metadata), ``rollout_id`` or else ``index``, ``reward``,
-    ``loss_mask`` (without one all ``response_length`` tokens are trainable), ``remove_sample``, ``status``, ``adapter``,
-    ``is_padding``. Fields that a row lacks take Miles' defaults.
+    Read per row: the group id (``group_key``, in the row or its metadata), ``rollout_id`` or else ``index``,
+    ``reward``, ``loss_mask`` (without one all ``response_length`` tokens are trainable), ``remove_sample``, ``status``,
+    ``adapter``, ``is_padding``. Fields that a row lacks take Miles' defaults.
 
     Raises:
         SampleError: something that is no row, an id that cannot be used, a mask that is no list of 0 and 1.
@@ -133,9 +133,7 @@ def _group_ids(rows: list[Any], key: str) -> list[Any]:
     return ids
 
 
-def _rollout_ids(
-    rows: list[Any], lists: list[int | None] | None
-) -> tuple[list[Hashable], tuple[tuple[int, int], ...]]:
+def _rollout_ids(rows: list[Any], lists: list[int | None] | None) -> tuple[list[Hashable], tuple[tuple[int, int], ...]]:
     """Rollout id of each row, and pairs of rows that share one although their own ``index`` differs."""
     explicit, index = _known(_field(rows, "rollout_id")), _known(_field(rows, "index"))
     ids = [i if e is None else e for e, i in zip(explicit, index, strict=True)]
@@ -266,7 +264,12 @@ def _trainable_tokens(rows: list[Any]) -> list[int]:
             continue
         if isinstance(count, Tensor | np.generic | np.ndarray):
             count = count.item()
-        if isinstance(count, bool) or not isinstance(count, int | float) or count != count // 1 or not 0 <= count <= size:
+        if (
+            isinstance(count, bool)
+            or not isinstance(count, int | float)
+            or count != count // 1
+            or not 0 <= count <= size
+        ):
             if mask is None and length is None:
                 problems[row] = "neither loss_mask nor response_length"
             else:

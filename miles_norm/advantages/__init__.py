@@ -50,7 +50,9 @@ ESTIMATORS: Final = MappingProxyType(
         "grpo": _GRPO,
         "gspo": _GRPO,
         "dr_grpo": Estimator(lambda r, g, s, _: dr_grpo_advantages(r, g, s), _centred),
-        "rloo": Estimator(lambda r, g, s, _: rloo_advantages(r, g, s), lambda _: "({reward} - {mean}) * {n} / ({n} - 1)"),
+        "rloo": Estimator(
+            lambda r, g, s, _: rloo_advantages(r, g, s), lambda _: "({reward} - {mean}) * {n} / ({n} - 1)"
+        ),
         "reinforce_plus_plus_baseline": Estimator(
             lambda r, g, s, _: reinforce_plus_plus_baseline_advantages(r, g, s), _centred
         ),

@@ -27,7 +27,8 @@ def dr_grpo_advantages(rewards: Tensor, group: Tensor, statistics: SegmentStatis
     >>> import torch
     >>> from miles_norm.statistics import segment_statistics
     >>> rewards = torch.tensor([4.0, 1.0, 1.0], dtype=torch.float64)
-    >>> dr_grpo_advantages(rewards, torch.zeros(3, dtype=torch.int64), segment_statistics(rewards, torch.tensor([3]))).tolist()
+    >>> statistics = segment_statistics(rewards, torch.tensor([3]))
+    >>> dr_grpo_advantages(rewards, torch.zeros(3, dtype=torch.int64), statistics).tolist()
     [2.0, -1.0, -1.0]
     """
     return rewards - statistics.mean[group]

@@ -27,7 +27,8 @@ def rloo_advantages(rewards: Tensor, group: Tensor, statistics: SegmentStatistic
     >>> import torch
     >>> from miles_norm.statistics import segment_statistics
     >>> rewards = torch.tensor([4.0, 1.0, 1.0], dtype=torch.float64)  # others' means: 1, 2.5, 2.5
-    >>> rloo_advantages(rewards, torch.zeros(3, dtype=torch.int64), segment_statistics(rewards, torch.tensor([3]))).tolist()
+    >>> statistics = segment_statistics(rewards, torch.tensor([3]))
+    >>> rloo_advantages(rewards, torch.zeros(3, dtype=torch.int64), statistics).tolist()
     [3.0, -1.5, -1.5]
     """
     centred = rewards - statistics.mean[group]
