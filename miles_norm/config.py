@@ -45,7 +45,7 @@ class _Config(BaseModel):
         """Read a YAML file (a path) with one mapping of field names to values.
 
         Raises:
-            ConfigError: no such file, no valid YAML, no mapping, a key twice, an unknown field, a value that does not fit.
+            ConfigError: no such file, no valid YAML, no mapping, a key twice, an unknown field, a wrong value.
             MissingDependencyError: PyYAML is not installed.
         """
         try:

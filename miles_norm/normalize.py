@@ -15,7 +15,7 @@ from miles_norm.broadcast import rollouts_to_rows, rows_to_tokens
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.counting import Exclusion, GroupedRewards, group_rewards
-from miles_norm.errors import GroupingError, format_rows
+from miles_norm.errors import ConfigError, GroupingError, format_rows
 from miles_norm.explain import explain_row
 from miles_norm.grouping import RolloutIndex, recover_groups
 from miles_norm.metrics import result_metrics
@@ -121,7 +121,7 @@ class NormalizedRewards:
 
     @cached_property
     def incomplete_groups(self) -> list[int]:
-        """Prompt groups with fewer rollouts, padding aside, than ``n_samples_per_prompt``; empty where that is unset."""
+        """Prompt groups with fewer rollouts than ``n_samples_per_prompt``, padding aside; empty where that is unset."""
         if self.config.n_samples_per_prompt is None:
             return []
         group = self.index.rollout_group if self.rewards.real is None else self.index.rollout_group[self.rewards.real]
@@ -200,7 +200,7 @@ def normalize_columns(
     """
     config = config or NormalizationConfig()
     if config.device is not None:
-        columns = columns.to(config.device)
+        columns = _moved(columns, config.device)
     index, warnings = recover_groups(columns, config, prompt_group_sizes)
     rewards = choose_rollout_rewards(columns, index, config)
     grouped = group_rewards(columns, index, rewards, config)
@@ -209,6 +209,19 @@ def normalize_columns(
     for text in found:
         logger.warning(text)
     return NormalizedRewards(columns, config, rewards, grouped, advantages, found)
+
+
+def _moved(columns: RolloutColumns, device: str) -> RolloutColumns:
+    try:
+        return columns.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise ConfigError(
+            "device",
+            got=f"{device!r}: {str(error).splitlines()[0]}",
+            expected="a device that this torch can use, such as 'cpu' or 'cuda:0'",
+            reason="the columns are moved there before anything is computed",
+            remedy="leave device unset to compute where the columns are",
+        ) from None
 
 
 def _advantages(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> Tensor:

@@ -33,7 +33,7 @@ class NumberedRuns:
     first_row: Tensor
     num_groups: int
     by_group: Tensor | None
-    """int64 ``[R]``: numbers of the runs, group after group; None where that is 0, 1, 2, ..."""
+    """int64 ``[R]``: numbers of the runs, group 0 first; None where that is 0, 1, 2, ..."""
 
 
 def find_runs(group: Tensor, rollout: Tensor | None) -> Runs:
@@ -109,8 +109,9 @@ def number_runs(runs: Runs, group: Tensor, num_groups: int | None) -> NumberedRu
         num_groups = int(run_group[-1]) + 1
         group_first = run_group.new_full((num_groups,), len(run)).scatter_reduce_(0, run_group, first_row, "amin")
         groups = _rank_by_row(group_first, len(run))[run_group]
-    numbered = torch.empty_like(first_row).scatter_(0, rank, first_row)
-    return NumberedRuns(row_run, torch.empty_like(groups).scatter_(0, rank, groups), numbered, num_groups, rank)
+    run_group = torch.empty_like(groups).scatter_(0, rank, groups)
+    first_row = torch.empty_like(first_row).scatter_(0, rank, first_row)
+    return NumberedRuns(row_run, run_group, first_row, num_groups, torch.sort(run_group, stable=True).indices)
 
 
 def _rank_by_row(row: Tensor, rows: int) -> Tensor:

@@ -1,0 +1,199 @@
+"""How fast is normalization? Ratios against a per-group Python loop and one stable sort, all measured in this run.
+
+    python benchmarks/normalize.py            about a minute
+    python benchmarks/normalize.py --short    a few seconds
+    python benchmarks/normalize.py --json F   the figures to a file as well
+
+Two loops are measured. The tensor loop is how public trainers write it: rows are collected per group and rollout in
+dicts, rewards are elements of a tensor, and each group and rollout costs a few small tensor calls. The list loop works on
+Python floats and calls torch once per group. Both must give the same numbers; the script fails otherwise. Times are the
+best of several runs; memory is the growth of the peak of a process of its own.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from miles_norm import RolloutColumns, normalize_columns
+
+FAN_OUT = {1: 0.36, 2: 0.22, 3: 0.18, 4: 0.13, 5: 0.11}  # 36% of rollouts have a single row, the mean is 2.41
+ROLLOUTS_PER_GROUP = 8
+Columns = dict[str, torch.Tensor]
+
+
+def make_columns(rows: int, shuffled: bool, seed: int = 0) -> Columns:
+    """About ``rows`` rows with the fan-out above, random rewards shared by siblings, in order or shuffled."""
+    rng = np.random.default_rng(seed)
+    rollouts = max(ROLLOUTS_PER_GROUP, int(rows / 2.41))
+    fan_out = rng.choice(list(FAN_OUT), p=list(FAN_OUT.values()), size=rollouts)
+    rollout = np.repeat(np.arange(rollouts), fan_out)
+    reward = rng.random(rollouts)[rollout]
+    tokens = rng.integers(1, 500, len(rollout))
+    order = rng.permutation(len(rollout)) if shuffled else slice(None)
+    names = ("group", "rollout", "reward", "trainable_tokens")
+    values = (rollout // ROLLOUTS_PER_GROUP, rollout, reward, tokens)
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(value[order])) for name, value in zip(names, values, strict=True)
+    }
+
+
+def normalize(columns: Columns) -> torch.Tensor:
+    return normalize_columns(RolloutColumns(**columns)).advantages
+
+
+def rows_of_groups(columns: Columns) -> list[list[list[int]]]:
+    """Rows of each rollout of each group."""
+    groups: dict[int, dict[int, list[int]]] = {}
+    for row, (group, rollout) in enumerate(zip(columns["group"].tolist(), columns["rollout"].tolist(), strict=True)):
+        groups.setdefault(group, {}).setdefault(rollout, []).append(row)
+    return [list(rollouts.values()) for rollouts in groups.values()]
+
+
+def tensor_loop(columns: Columns) -> torch.Tensor:
+    reward, tokens = columns["reward"], columns["trainable_tokens"]
+    out = torch.zeros(len(reward))
+    for rollouts in rows_of_groups(columns):
+        rows_of = [torch.tensor(rows) for rows in rollouts]
+        rewards = torch.stack([reward[rows[tokens[rows].argmax()]] for rows in rows_of])
+        if len(rewards) == 1 or bool((rewards == rewards[0]).all()):
+            continue
+        mean, std = rewards.mean(), rewards.std()
+        for rows, value in zip(rows_of, rewards, strict=True):
+            out[rows] = ((value - mean) / (std + 1e-6)).to(torch.float32)
+    return out
+
+
+def list_loop(columns: Columns) -> torch.Tensor:
+    reward, tokens = columns["reward"].tolist(), columns["trainable_tokens"].tolist()
+    out = torch.zeros(len(reward))
+    values = out.numpy()
+    for rollouts in rows_of_groups(columns):
+        speakers = [max(rows, key=lambda row: (tokens[row], -row)) for rows in rollouts]
+        rewards = torch.tensor([reward[row] for row in speakers], dtype=torch.float64)
+        if len(rewards) == 1 or bool((rewards == rewards[0]).all()):
+            continue
+        advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
+        for rows, advantage in zip(rollouts, advantages, strict=True):
+            values[rows] = advantage
+    return out
+
+
+def best(call: Callable[[], object], seconds: float = 1.0) -> float:
+    call()
+    times: list[float] = []
+    while sum(times) < seconds and len(times) < 300 or len(times) < 3:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def compare(rows: int, shuffled: bool) -> dict[str, float | int | str]:
+    columns = make_columns(rows, shuffled)
+    rows = len(columns["group"])
+    # A loop's time is linear in the rows: at large sizes a tenth of them stands for all.
+    part = columns if rows <= 100_000 else make_columns(rows // 10, shuffled)
+    loops = {}
+    for name, loop in (("tensor_loop", tensor_loop), ("list_loop", list_loop)):
+        torch.testing.assert_close(normalize(part), loop(part), rtol=1e-5, atol=1e-6)
+        loops[name] = best(lambda loop=loop: loop(part), 0.1) / len(part["group"]) * rows
+    ours = best(lambda: normalize(columns))
+    keys = columns["group"] * (int(columns["rollout"].max()) + 1) + columns["rollout"]
+    sort = best(lambda: torch.sort(keys, stable=True))
+    return {
+        "rows": rows,
+        "order": "shuffled" if shuffled else "grouped",
+        "ms": ours * 1e3,
+        "ns_per_row": ours / rows * 1e9,
+        "tensor_loop_us_per_row": loops["tensor_loop"] / rows * 1e6,
+        "times_faster_than_tensor_loop": loops["tensor_loop"] / ours,
+        "times_faster_than_list_loop": loops["list_loop"] / ours,
+        "times_one_stable_sort": ours / sort,
+    }
+
+
+def growth_exponent(largest: int) -> tuple[float, list[tuple[int, float]]]:
+    """Slope of log time over log rows between 1e4 and ``largest``; 1 is linear."""
+    sizes = [10**k for k in range(4, int(math.log10(largest)) + 1)]
+    times = []
+    for size in sizes:
+        columns = make_columns(size, shuffled=False)
+        times.append((len(columns["group"]), best(lambda columns=columns: normalize(columns), 0.5)))
+    x, y = np.log([n for n, _ in times]), np.log([t for _, t in times])
+    return float(np.polyfit(x, y, 1)[0]), times
+
+
+def _peak(rows: int, shuffled: bool, queue: "multiprocessing.Queue[float]") -> None:
+    normalize(make_columns(1000, shuffled))  # load everything that is loaded on first use
+    columns = make_columns(rows, shuffled)
+    ballast = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to what is resident now
+    result = normalize_columns(RolloutColumns(**columns))
+    assert len(result.advantages) == len(columns["group"])
+    queue.put((_peak_resident() - ballast) / len(columns["group"]))
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _peak_resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def peak_bytes_per_row(rows: int, shuffled: bool) -> float:
+    context = multiprocessing.get_context("spawn")
+    queue: multiprocessing.Queue[float] = context.Queue()
+    process = context.Process(target=_peak, args=(rows, shuffled, queue))
+    process.start()
+    value = queue.get(timeout=300)
+    process.join()
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="smaller sizes, a few seconds")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    large, largest = (60_000, 10**5) if options.short else (600_000, 10**7)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, Python {platform.python_version()}")
+    comparisons = [compare(rows, shuffled) for rows in (2_500, large) for shuffled in (False, True)]
+    print(f"{'':28} {'':>7} {'x faster than':^21}  {'x the time of':>13}")
+    print(
+        f"{'rows':>9} {'order':<8} {'ms':>9} {'ns/row':>7}  {'tensor loop':>11} {'list loop':>9}  {'a stable sort':>13}"
+    )
+    for c in comparisons:
+        print(
+            f"{c['rows']:>9} {c['order']:<8} {c['ms']:>9.3f} {c['ns_per_row']:>7.1f}  "
+            f"{c['times_faster_than_tensor_loop']:>10.0f}x {c['times_faster_than_list_loop']:>8.0f}x  "
+            f"{c['times_one_stable_sort']:>12.2f}x"
+        )
+    print(f"the tensor loop takes {comparisons[0]['tensor_loop_us_per_row']:.1f} us a row")
+    exponent, times = growth_exponent(largest)
+    print(f"growth exponent from 1e4 to {largest:.0e} rows: {exponent:.3f}")
+    print("  " + ", ".join(f"{n:.0e}: {t * 1e9 / n:.1f} ns/row" for n, t in times))
+    memory = {}
+    if sys.platform == "linux":
+        for shuffled in (False, True):
+            order = "shuffled" if shuffled else "grouped"
+            memory[order] = peak_bytes_per_row(largest // 10 if not options.short else largest, shuffled)
+            print(f"peak extra memory, {order}: {memory[order]:.0f} bytes a row")
+    if options.json:
+        figures = {"comparisons": comparisons, "growth_exponent": exponent, "peak_bytes_per_row": memory}
+        options.json.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The command line: ``miles-norm normalize``, ``explain`` and ``config``.
+
+Data goes to stdout, messages go to stderr. Exit codes: 0; 2 for anything that the user can mend; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``miles-norm`` with ``argv``, by default the arguments of the process, and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # An id that the terminal's encoding lacks is shown escaped instead of ending the program.
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        from miles_norm.cli.commands import app
+
+        app(args=None if argv is None else list(argv), prog_name="miles-norm")
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("typer", "rich", "click"):
+            raise
+        sys.stderr.write(f"miles-norm needs the package {error.name}: pip install 'miles-norm[cli]'\n")
+        return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    return 0

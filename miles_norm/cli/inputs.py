@@ -1,0 +1,172 @@
+"""From arguments to a normalized batch: config, group sizes, dump."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_norm.cli.waiting import bar, status
+from miles_norm.config import NormalizationConfig, parse_yaml
+from miles_norm.errors import ConfigError, DumpError, GroupingError
+
+if TYPE_CHECKING:
+    from miles_norm.dumps import RolloutDump
+    from miles_norm.normalize import NormalizedRewards
+
+__all__ = ["Batch", "kept_warnings", "load", "read_config"]
+
+_SIZES = "prompt_group_sizes"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A dump and what normalization made of it."""
+
+    path: Path
+    dump: RolloutDump
+    result: NormalizedRewards
+    sizes_from_dump: bool
+    warnings: list[str]
+    """Those of the result, then those about the file."""
+
+
+def read_config(path: Path | None, settings: Sequence[str]) -> NormalizationConfig:
+    """The settings of a YAML file, overridden by ``key=value`` texts whose values are YAML.
+
+    Raises:
+        ConfigError: a file or value that does not fit, an unknown key, or a text without ``=``.
+    """
+    given: dict[str, Any] = {}
+    if path is not None:
+        config = NormalizationConfig.from_yaml(path)
+        given = {name: getattr(config, name) for name in config.model_fields_set}
+    for text in settings:
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(
+                f"--set {text}",
+                got="no key=value",
+                expected="a field, an equals sign and a YAML value",
+                reason="every setting has a name",
+                remedy="write for example --set advantage_estimator=rloo; `miles-norm config` prints every field",
+            )
+        given[key.strip()] = parse_yaml(value, f"--set {key.strip()}")
+    config = NormalizationConfig(**given)
+    if config.device is not None:
+        _check_device(config.device)
+    return config
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device {device!r}",
+            got=str(error).splitlines()[0],
+            expected="a device of this machine, such as cpu or cuda:0",
+            reason="the statistics are computed there",
+            remedy="name another device, or leave the setting out",
+        ) from None
+
+
+def load(path: Path, config: NormalizationConfig, sizes: str | None) -> Batch:
+    """Read a dump and normalize it.
+
+    Args:
+        path: The dump.
+        config: The settings.
+        sizes: Rows per prompt group, separated by commas; ``none`` ignores those of the dump; None takes them.
+    """
+    given = None if sizes is None or sizes == "none" else _parse_sizes(sizes)
+    with kept_warnings() as about_file:
+        dump = _read(path)
+    from_dump = sizes is None and dump.metadata.get(_SIZES) is not None
+    if from_dump:
+        given = _recorded_sizes(path, dump.metadata[_SIZES])
+    with status("normalizing"), kept_warnings():
+        from miles_norm.normalize import normalize_rewards
+
+        try:
+            result = normalize_rewards(dump.samples, config, given)
+        except GroupingError as error:
+            if from_dump and error.subject == _SIZES:
+                raise _stale(path, error) from None
+            raise
+    return Batch(path, dump, result, from_dump, [*result.warnings, *about_file])
+
+
+def _read(path: Path) -> RolloutDump:
+    if path.suffix.lower() == ".pt":
+        with status(f"reading {path.name}"):
+            from miles_norm.dumps import read_dump
+
+            return read_dump(path)
+    from miles_norm.dumps import read_dump
+
+    with bar(f"reading {path.name}") as progress:
+        return read_dump(path, progress=progress)
+
+
+def _parse_sizes(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            "--prompt-group-sizes",
+            got=repr(text),
+            expected="whole numbers separated by commas, or none",
+            reason="each is the number of rows of one prompt group",
+            remedy="write for example --prompt-group-sizes 8,6,5,6",
+        ) from None
+
+
+def _recorded_sizes(path: Path, value: Any) -> list[Any]:
+    sizes = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(sizes, list | tuple):
+        raise DumpError(
+            f"prompt_group_sizes in the metadata of {path}",
+            got=f"a value of type {type(value).__name__}",
+            expected="a list with the number of rows of each prompt group",
+            reason="recorded sizes form the groups before anything else does",
+            remedy="pass --prompt-group-sizes, or --prompt-group-sizes none to ignore what the dump recorded",
+        )
+    return list(sizes)
+
+
+def _stale(path: Path, error: GroupingError) -> GroupingError:
+    return GroupingError(
+        f"prompt_group_sizes in the metadata of {path}",
+        got=error.got,
+        expected=error.expected,
+        reason=error.reason,
+        remedy=f"{error.remedy}; --prompt-group-sizes none ignores what the dump recorded",
+        rows=error.rows,
+    )
+
+
+class _Keeper(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def kept_warnings() -> Iterator[list[str]]:
+    """Collect what the library logs in the body instead of letting it print: the commands show warnings themselves."""
+    logger = logging.getLogger("miles_norm")
+    keeper, handlers, propagate = _Keeper(), logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [keeper], False
+    try:
+        yield keeper.texts
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
