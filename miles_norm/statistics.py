@@ -129,7 +129,7 @@ def _block(values: Tensor, start: Tensor, count: Tensor, width: int) -> tuple[Te
     length = count.clamp(min=1)  # a segment without values reads one that is masked
     low, high = table[:, 0].clone(), table.gather(1, length[:, None] - 1)[:, 0]
     table.masked_fill_(outside, 0.0)
-    total = _tree_sum(table)
+    total = _tree_sum(table).clone()  # of a table of one column it is a view, and the table changes below
     mean = total / length
     squares = table.sub_(mean[:, None]).square_().masked_fill_(outside, 0.0)
     empty = count == 0
