@@ -68,7 +68,8 @@ def choose_rollout_rewards(columns: RolloutColumns, index: RolloutIndex, config:
     chosen, warnings = _apply_policy(_Siblings(values, tokens, rows, may_speak, has_speaker, columns, index), config)
     trained = tokens
     if config.truncated_rollouts == "untrain" and columns.truncated is not None:
-        trained = tokens.masked_fill(any_row(columns.truncated, index)[index.row_rollout], 0)
+        truncated = columns.truncated if padding is None else columns.truncated & ~padding
+        trained = tokens.masked_fill(any_row(truncated, index)[index.row_rollout], 0)
     real = None if padding is None else any_row(~padding, index)
     return RolloutRewards(chosen, rows, values, trained, tokens, scored, real, warnings)
 
