@@ -166,7 +166,7 @@ def _choose_rule(
     if column is not None:
         lacking = _rows_without_group(column, columns.padding)
         if not lacking:
-            return config.group_key, None, _with_adapter(_one_group_of_missing(column), columns.adapter), []
+            return config.group_key, None, _with_adapter(_one_code_for_missing(column), columns.adapter), []
     rows = len(columns) if columns.padding is None else int((~columns.padding).sum())
     n, batch = config.n_samples_per_prompt, config.rollout_batch_size
     fixed = n is not None and batch is not None and rows == n * batch
@@ -215,8 +215,8 @@ def _rows_without_group(column: IdColumn, padding: Tensor | None) -> list[int]:
     return rows
 
 
-def _one_group_of_missing(column: IdColumn) -> IdColumn:
-    """Rows without a group id, all of them padding, form one group instead of one each."""
+def _one_code_for_missing(column: IdColumn) -> IdColumn:
+    """Rows without an id belong together instead of each to itself."""
     if column.missing is None:
         return column
     fresh = int(column.codes[column.missing].min())
@@ -227,6 +227,7 @@ def _with_adapter(column: IdColumn, adapter: IdColumn | None) -> IdColumn:
     """Group ids that are unique across adapters: pairs of codes, numbered."""
     if adapter is None:
         return column
+    adapter = _one_code_for_missing(adapter)  # the base model, beside adapters
     pairs, codes = torch.unique(torch.stack([adapter.codes, column.codes], dim=1), dim=0, return_inverse=True)
     first = codes.new_full((len(pairs),), len(codes)).scatter_reduce_(
         0, codes, torch.arange(len(codes), device=codes.device), "amin"
