@@ -55,7 +55,7 @@ def explain_row(result: NormalizedRewards, row: int) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.9g}"
+    return f"{value:.7g}"
 
 
 def _listed(items: list[str], separator: str = ", ") -> str:
