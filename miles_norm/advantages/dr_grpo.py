@@ -12,7 +12,7 @@ def dr_grpo_advantages(rewards: Tensor, group: Tensor, statistics: SegmentStatis
 
     .. math:: A_i = r_i - \mu_g
 
-    Source: Understanding R1-Zero-like training (arXiv:2503.20783, Sec. 3.2). Why no division: dividing by the group's
+    Source: Understanding R1-Zero-like training (arXiv:2503.20783). Why no division: dividing by the group's
     deviation gives prompts that are nearly always or nearly never solved a larger weight. The paper's constant length
     normalization belongs to the loss, not to the advantage.
 

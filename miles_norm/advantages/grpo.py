@@ -14,7 +14,7 @@ def grpo_advantages(
 
     .. math:: A_i = \frac{r_i - \mu_g}{\sigma_g + \epsilon}
 
-    Source: DeepSeekMath (arXiv:2402.03300, Sec. 4.1.2). GSPO (arXiv:2507.18071, Eq. 6) keeps the advantage and changes
+    Source: DeepSeekMath (arXiv:2402.03300, Sec. 4.1.2). GSPO (arXiv:2507.18071) keeps the advantage and changes
     the importance ratio of the loss. Why :math:`\epsilon` after the root: a group with a tiny deviation stays bounded.
 
     Args:

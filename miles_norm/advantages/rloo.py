@@ -12,7 +12,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor, statistics: SegmentStatistic
 
     .. math:: A_i = r_i - \frac{1}{n_g - 1} \sum_{j \ne i} r_j = \frac{n_g}{n_g - 1} (r_i - \mu_g)
 
-    Source: Back to Basics (arXiv:2402.14740, Eq. 8). Why the others only: a baseline that contains the rollout's own
+    Source: Back to Basics (arXiv:2402.14740). Why the others only: a baseline that contains the rollout's own
     reward biases the gradient by the factor :math:`(n_g - 1) / n_g`. The right-hand form is computed, since it does not
     cancel when rewards are large and nearly equal.
 
