@@ -21,14 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             # An id that the terminal's encoding lacks is shown escaped instead of ending the program.
             stream.reconfigure(errors="backslashreplace")
     try:
-        from miles_norm.cli.commands import app
-
+        try:
+            from miles_norm.cli.commands import app
+        except ModuleNotFoundError as error:
+            if error.name not in ("typer", "rich", "click"):
+                raise
+            sys.stderr.write(f"miles-norm needs the package {error.name}: pip install 'miles-norm[cli]'\n")
+            return 2
         app(args=None if argv is None else list(argv), prog_name="miles-norm")
-    except ImportError as error:
-        if (error.name or "").split(".")[0] not in ("typer", "rich", "click"):
-            raise
-        sys.stderr.write(f"miles-norm needs the package {error.name}: pip install 'miles-norm[cli]'\n")
-        return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
     except SystemExit as stop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,17 @@ from miles_norm.counting import Exclusion
 if TYPE_CHECKING:
     from miles_norm.normalize import NormalizedRewards
 
-__all__ = ["GroupSummary", "exclusion_name", "label", "number", "summarize_groups"]
+__all__ = [
+    "GroupSummary",
+    "counted",
+    "disagreeing_rows",
+    "exclusion_name",
+    "json_id",
+    "label",
+    "number",
+    "select_notable",
+    "summarize_groups",
+]
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,9 @@ class GroupSummary:
     """What a table or a JSON object says of a prompt group; None where there is nothing to compute it from."""
 
     group: int
-    label: str
+    id: Hashable
+    adapter: str | None
+    """The adapter of its rows, where the id does not name it."""
     rows: int
     rollouts: int
     """Those that are not padding as a whole."""
@@ -38,6 +50,20 @@ class GroupSummary:
     unusual: bool
     """A note asks for a look: anything but rewards that are all equal."""
 
+    @property
+    def label(self) -> str:
+        """The id as a table shows it."""
+        return label(self.id)
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> counted(1, "row"), counted(2, "row")
+    ('1 row', '2 rows')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
 
 def label(value: Hashable) -> str:
     """An id as it is typed on the command line: ``7``, ``prompt-a``, ``math-lora/3``.
@@ -50,17 +76,24 @@ def label(value: Hashable) -> str:
     return "-" if value is None else str(value)
 
 
-def number(value: float | None) -> str:
-    """A number in at most 10 characters; ``0`` is exactly 0, whatever is smaller than 0.001 has an exponent.
+def json_id(value: Hashable) -> str | int | None:
+    """An id for JSON: as it was given where that is an integer or a string."""
+    return value if value is None or isinstance(value, str | int) else label(value)
 
-    >>> number(0.4375), number(0.0), number(2e-7), number(-123456.0), number(None)
-    ('0.4375', '0', '2.00e-07', '-1.23e+05', '-')
+
+def number(value: float | None) -> str:
+    """A number in at most 12 characters; ``0`` is exactly 0, whatever is smaller than 0.001 has an exponent.
+
+    >>> number(0.4375), number(0.0), number(2e-7), number(-1234567.0), number(None)
+    ('0.4375', '0', '2.00e-07', '-1.2346e+06', '-')
     """
     if value is None or value != value:
         return "-"
     if value == 0:
         return "0"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
+    if abs(value) >= 1e4:
+        return f"{value:.5g}"
+    return f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.2e}"
 
 
 def exclusion_name(reason: Exclusion) -> str:
@@ -84,6 +117,7 @@ def summarize_groups(result: NormalizedRewards) -> list[GroupSummary]:
         statistics.count.tolist(),
         statistics.mean.tolist(),
         statistics.std.tolist(),
+        _adapters(result),
         _notes(result, real, fan_out),
         strict=True,
     )
@@ -91,7 +125,8 @@ def summarize_groups(result: NormalizedRewards) -> list[GroupSummary]:
     return [
         GroupSummary(
             group=group,
-            label=label(ids[group]),
+            id=ids[group],
+            adapter=adapter,
             rows=rows,
             rollouts=rollouts,
             counted=counted,
@@ -100,13 +135,13 @@ def summarize_groups(result: NormalizedRewards) -> list[GroupSummary]:
             std=std if counted else None,
             advantages=advantages,
             notes=tuple(notes),
-            unusual=any(not note.startswith("all equal") for note in notes),
+            unusual=any(not (note.startswith("all equal") or note.endswith("zero variance")) for note in notes),
         )
-        for group, (rows, rollouts, fan, advantages, counted, mean, std, notes) in enumerate(numbers)
+        for group, (rows, rollouts, fan, advantages, counted, mean, std, adapter, notes) in enumerate(numbers)
     ]
 
 
-def _extremes(values: Tensor, group: Tensor, groups: int) -> list[tuple[int, int] | None] | list[tuple[float, float] | None]:
+def _extremes(values: Tensor, group: Tensor, groups: int) -> list[Any]:
     """Smallest and largest value of each group, None where it has none."""
     count = torch.bincount(group, minlength=groups).tolist()
     low, high = (
@@ -141,20 +176,23 @@ def _notes(result: NormalizedRewards, real: Tensor, fan_out: Tensor) -> list[lis
             if reason not in (Exclusion.COUNTED, Exclusion.PADDING):
                 text = f"excluded: {exclusion_name(reason)}"
                 note_counts(index.rollout_group[result.exclusion == reason], f"1 {text}", f"{{}} {text}")
-    disagree = torch.unique(index.row_group[_disagreeing_rows(result)])
+    disagree = torch.unique(index.row_group[disagreeing_rows(result)])
     for group in disagree.tolist():
         notes[group].append("siblings disagree")
     silent = real & ~result.trained_rows & result.counted_rollouts[index.row_rollout]
     note_counts(index.row_group[silent], "1 row untrained", "{} rows untrained")
     note_counts(index.row_group[~real], "1 padding row", "{} padding rows")
-    if index.group_column is None and (adapter := result.columns.adapter) is not None:
-        for group, row in enumerate(index.group_first_row.tolist()):
-            if row < index.num_rows:
-                notes[group].append(f"adapter {label(adapter.label(row))}")
     return notes
 
 
-def _disagreeing_rows(result: NormalizedRewards) -> Tensor:
+def _adapters(result: NormalizedRewards) -> list[str | None]:
+    index, adapter = result.index, result.columns.adapter
+    if adapter is None or index.group_column is not None:
+        return [None] * index.num_groups
+    return [None if row == index.num_rows else label(adapter.label(row)) for row in index.group_first_row.tolist()]
+
+
+def disagreeing_rows(result: NormalizedRewards) -> Tensor:
     """bool ``[N]``: the row is scored and has another reward than its rollout's mainstream row."""
     own = result.rewards.row_values
     differs = ~torch.isnan(own) & (own != own[result.mainstream_rows][result.index.row_rollout])
@@ -162,7 +200,10 @@ def _disagreeing_rows(result: NormalizedRewards) -> Tensor:
 
 
 def select_notable(summaries: Sequence[GroupSummary], limit: int) -> list[GroupSummary]:
-    """The ``limit`` groups that most deserve a look, in their order: those with unusual notes, then the largest advantages."""
+    """The ``limit`` groups that most deserve a look, in their order.
+
+    Those with unusual notes come before the others, and large advantages before small ones.
+    """
 
     def rank(summary: GroupSummary) -> tuple[bool, float]:
         low, high = summary.advantages or (0.0, 0.0)

@@ -9,6 +9,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -25,9 +27,15 @@ _BROKEN_PIPE = 141
 _INDENT = re.compile(r" +\S+ +|[a-z]+: ")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave a closed pipe to ``exit_codes``, which knows of all of stdout."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def console_for(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal or ``COLUMNS`` say, without a limit in a pipe; it interprets no markup."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = _UNBOUNDED
     return console
@@ -79,21 +87,23 @@ def exit_codes() -> Iterator[None]:
     except MemoryError:
         _fail("out of memory: the dump does not fit; split it between prompt groups, or use a machine with more memory")
     except OSError as error:
-        if error.errno != errno.EPIPE:
-            _fail(f"cannot write the output: {error.strerror or error}")
         _silence_stdout()
-        raise typer.Exit(_BROKEN_PIPE) from None
+        if error.errno == errno.EPIPE:
+            raise typer.Exit(_BROKEN_PIPE) from None
+        _fail(f"cannot write the output: {error.strerror or error}")
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     show_lines(console_for(stderr=True), message, style="bold red")
     raise typer.Exit(2) from None
 
 
 def _silence_stdout() -> None:
-    """Nobody reads stdout any more; the interpreter must not complain when it flushes the rest at its end."""
+    """Nobody takes what stdout still holds, and the interpreter must not complain of that when it ends."""
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stdout = sys.stdout.fileno()
     except (OSError, ValueError):
         # A stdout without a file behind it, as inside another program, has nothing to flush.
         return
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), stdout)

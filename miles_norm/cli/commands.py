@@ -1,0 +1,150 @@
+"""The commands and their options. Whatever needs torch is imported inside a command, so that help is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import miles_norm
+from miles_norm.cli.inputs import load, read_config
+from miles_norm.cli.output import ADDED_KEYS, check_output, write_output
+from miles_norm.cli.terminal import console_for, exit_codes, show_lines, show_warnings
+from miles_norm.errors import ConfigError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: miles-norm normalize rollout_0.pt --set advantage_estimator=rloo",
+)
+
+Dump = Annotated[
+    Path, typer.Argument(metavar="DUMP", help="Rollout dump: Miles or slime .pt, or .jsonl, .jsonl.gz, .jsonl.zst.")
+]
+Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, over those of --config; may be repeated."),
+]
+Sizes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Rows of each prompt group, such as 8,6,5,6; by default those that the dump's metadata records, "
+        "which 'none' ignores.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"miles-norm {miles_norm.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Turn the rewards of a rollout dump into advantages that count each rollout once, and explain every number."""
+
+
+@app.command(epilog="Example: miles-norm normalize rollout_0.pt --config configs/grpo.yaml -o advantages.jsonl")
+@exit_codes()
+def normalize(  # the command line is what the options are
+    dump: Dump,
+    config: Config = None,
+    settings: Settings = None,
+    prompt_group_sizes: Sizes = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="OUT",
+            help="Write the rows with advantage, trained and rollout_reward added: .pt, .jsonl, .jsonl.gz, .jsonl.zst.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --output replace a file, and keys of its rows.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every prompt group, not the 40 most notable.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compute the advantage of every rollout and show a table of the prompt groups."""
+    if output is not None:
+        check_output(output, dump, force=force)
+    batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
+    about_output = [] if output is None else write_output(batch, output, force=force)
+
+    from miles_norm.cli.report import print_report, report_json, strict_json
+
+    if as_json:
+        sys.stdout.write(strict_json(report_json(batch)) + "\n")
+    else:
+        print_report(console_for(), batch, show_all=show_all)
+    if output is not None:
+        sys.stdout.flush()
+        messages = console_for(stderr=True)
+        show_warnings(messages, about_output)
+        written = f"{output}: {len(batch.dump.samples)} rows, each with {', '.join(ADDED_KEYS)}"
+        show_lines(messages, written, head="wrote ", style="green")
+
+
+@app.command(epilog="Example: miles-norm explain rollout_0.pt --row 12")
+@exit_codes()
+def explain(
+    dump: Dump,
+    row: Annotated[int | None, typer.Option(metavar="K", help="Number of a row, from 0.")] = None,
+    rollout: Annotated[
+        str | None, typer.Option(metavar="ID", help="Id of a rollout; with adapters also ADAPTER/ID.")
+    ] = None,
+    group: Annotated[
+        str | None, typer.Option(metavar="ID", help="Id of a prompt group; with adapters also ADAPTER/ID.")
+    ] = None,
+    config: Config = None,
+    settings: Settings = None,
+    prompt_group_sizes: Sizes = None,
+    as_json: Json = False,
+) -> None:
+    """Say why a row, a rollout or a prompt group got its advantages."""
+    _check_selectors(row, rollout, group)
+    batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
+
+    from miles_norm.cli.explanations import explanation_json, print_explanation, select
+    from miles_norm.cli.report import strict_json
+
+    selection = select(batch.result, row, rollout, group)
+    if as_json:
+        sys.stdout.write(strict_json(explanation_json(batch, selection)) + "\n")
+        return
+    print_explanation(console_for(), batch, selection)
+    sys.stdout.flush()
+    show_warnings(console_for(stderr=True), batch.warnings)
+
+
+def _check_selectors(row: int | None, rollout: str | None, group: str | None) -> None:
+    given = [name for name, value in (("--row", row), ("--rollout", rollout), ("--group", group)) if value is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "what to explain",
+            got=" and ".join(given) or "none of --row, --rollout, --group",
+            expected="exactly one of --row, --rollout, --group",
+            reason="each names something else",
+            remedy="write for example: miles-norm explain rollout_0.pt --row 12",
+        )
+
+
+@app.command(epilog="Example: miles-norm config --set advantage_estimator=rloo > rloo.yaml")
+@exit_codes()
+def config(config: Config = None, settings: Settings = None) -> None:
+    """Print every setting with its meaning and value, as YAML that --config reads."""
+    sys.stdout.write(read_config(config, settings or ()).to_yaml(comments=True))

@@ -1,0 +1,219 @@
+"""What ``normalize`` prints: a table for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from miles_norm.advantages import ESTIMATORS
+from miles_norm.cli.summary import (
+    GroupSummary,
+    counted,
+    exclusion_name,
+    json_id,
+    number,
+    select_notable,
+    summarize_groups,
+)
+from miles_norm.cli.table import Column, Note, print_table
+from miles_norm.cli.terminal import show_lines, show_warnings
+from miles_norm.config import NormalizationConfig
+from miles_norm.counting import Exclusion
+from miles_norm.explain import GROUP_RULES
+
+if TYPE_CHECKING:
+    from miles_norm.cli.inputs import Batch
+    from miles_norm.normalize import NormalizedRewards
+
+__all__ = ["group_json", "print_report", "report_json", "row_json", "strict_json"]
+
+TABLE_LIMIT = 40
+"""Groups in the table unless all are asked for."""
+
+WIDE = 100
+"""Columns of a terminal that has room for undivided headers beside the notes."""
+
+
+def print_report(console: Console, batch: Batch, *, show_all: bool) -> None:
+    """Print header, table of prompt groups, totals and warnings."""
+    summaries = summarize_groups(batch.result)
+    shown = summaries if show_all else select_notable(summaries, TABLE_LIMIT)
+    _print_header(console, batch, summaries)
+    console.print()
+    _print_groups(console, shown)
+    if len(shown) < len(summaries):
+        text = (
+            f"{len(summaries) - len(shown)} of {len(summaries)} groups are left out. Unusual notes come first, "
+            "then the largest advantages; --all shows every group."
+        )
+        show_lines(console, text)
+    console.print()
+    _print_totals(console, batch.result, empty=sum(summary.rollouts == 0 for summary in summaries))
+    if batch.warnings:
+        console.print()
+    show_warnings(console, batch.warnings)
+
+
+def _print_header(console: Console, batch: Batch, summaries: list[GroupSummary]) -> None:
+    result, config = batch.result, batch.result.config
+    rollouts = sum(summary.rollouts for summary in summaries)
+    step = "" if batch.dump.rollout_id is None else f", rollout step {batch.dump.rollout_id}"
+    show_lines(console, f"{batch.path}{step}", style="bold")
+    counts = [(result.index.num_rows, "row"), (rollouts, "rollout"), (len(summaries), "prompt group")]
+    named = ", ".join(counted(count, noun) for count, noun in counts)
+    show_lines(console, f"{named} (groups from {_rule(batch)})")
+    estimator = config.advantage_estimator
+    if config.normalizes_groups:
+        formula = ESTIMATORS[estimator].formula(config)
+        formula = formula.format(reward="reward", mean="mean", std="std", epsilon=f"{config.std_epsilon:g}", n="n")
+        show_lines(console, f"{estimator}: advantage = {formula}")
+    else:
+        why = "" if config.rewards_normalization else " (rewards_normalization is false)"
+        show_lines(console, f"{estimator}: rows keep their own rewards{why}")
+    defaults = NormalizationConfig()
+    names = [name for name in type(config).model_fields if name != "advantage_estimator"]
+    changed = [f"{n}={getattr(config, n)}" for n in names if getattr(config, n) != getattr(defaults, n)]
+    if changed:
+        show_lines(console, f"not at their defaults: {', '.join(changed)}")
+
+
+def _rule(batch: Batch) -> str:
+    index = batch.result.index
+    if index.group_source == "prompt_group_sizes":
+        return "prompt_group_sizes in the dump's metadata" if batch.sizes_from_dump else "--prompt-group-sizes"
+    rule = GROUP_RULES.get(index.group_source, index.group_source)
+    return rule if batch.result.columns.adapter is None or index.group_column is None else f"adapter and {rule}"
+
+
+def _print_groups(console: Console, summaries: list[GroupSummary]) -> None:
+    adapters = any(summary.adapter for summary in summaries)
+    one_line, two_lines = [Column("rollouts"), Column("fan-out")], [Column("outs", "roll-"), Column("out", "fan-")]
+    columns = [
+        Column("group", folds=True),
+        *([Column("adapter", folds=True)] if adapters else []),
+        Column("rows"),
+        *(two_lines if console.width < WIDE else one_line),
+        Column("mean", "reward"),
+        Column("std"),
+        Column("min", "advantage"),
+        Column("max"),
+    ]
+    rows, notes = [], []
+    for summary in summaries:
+        low, high = summary.advantages or (None, None)
+        names = [summary.label, summary.adapter or ""] if adapters else [summary.label]
+        counts = [str(summary.rows), str(summary.rollouts), _fan_out(summary.fan_out)]
+        rows.append([*names, *counts, *(number(value) for value in (summary.mean, summary.std, low, high))])
+        notes.append(Note(", ".join(summary.notes), "yellow" if summary.unusual else "dim"))
+    print_table(console, columns, rows, notes)
+
+
+def _fan_out(extremes: tuple[int, int] | None) -> str:
+    if extremes is None:
+        return "-"
+    low, high = extremes
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _print_totals(console: Console, result: NormalizedRewards, *, empty: int) -> None:
+    values = {name.partition("/")[2]: value for name, value in result.metrics().items()}
+
+    def count(name: str) -> int:
+        return int(values[name])
+
+    padding = result.columns.padding
+    real = torch.ones(result.index.num_rows, dtype=torch.bool) if padding is None else ~padding.cpu()
+    unscored = int((~torch.isfinite(result.raw_rewards.cpu()) & real).sum())
+    untrained = int((~result.trained_rows.cpu() & real).sum())
+    reasons = [reason for reason in Exclusion if reason not in (Exclusion.COUNTED, Exclusion.PADDING)]
+    excluded = {exclusion_name(reason): count(f"excluded_{reason.name.lower()}") for reason in reasons}
+    parts = ", ".join(f"{n} {name}" for name, n in excluded.items() if n)
+    means = [number(values.get(name)) for name in ("reward_mean", "row_reward_mean")]
+    fan_out = f"mean {values['fan_out_mean']:.2f}, max {count('fan_out_max')}" if "fan_out_max" in values else "-"
+    lines = {
+        "reward mean": f"{means[0]} per rollout, {means[1]} per row",
+        "fan-out": fan_out,
+        "groups": f"{count('zero_variance_groups')} all equal, {count('singleton_groups')} with one rollout"
+        + (f", {count('incomplete_groups')} incomplete" if result.config.n_samples_per_prompt else "")
+        + (f", {empty} without a rollout" if empty else ""),
+        "rollouts": f"{count('counted_rollouts')} counted, {sum(excluded.values())} excluded"
+        + (f" ({parts})" if parts else ""),
+        "rows": f"{count('trained_rows')} trained, {untrained} untrained, {unscored} unscored"
+        + (f", {int((~real).sum())} padding" if padding is not None else ""),
+        "tokens": f"{count('trainable_tokens')} trainable",
+    }
+    width = max(map(len, lines))
+    show_lines(console, "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
+
+
+def report_json(batch: Batch) -> dict[str, Any]:
+    """Config, groups, metrics, warnings and every row."""
+    result = batch.result
+    return {
+        "config": result.config.model_dump(mode="json"),
+        "group_source": result.index.group_source,
+        "groups": [group_json(summary) for summary in summarize_groups(result)],
+        "metrics": result.metrics(),
+        "warnings": batch.warnings,
+        "rows": row_json(result, range(result.index.num_rows)),
+    }
+
+
+def group_json(summary: GroupSummary) -> dict[str, Any]:
+    """One prompt group; ``group`` is its id."""
+    fan_out, advantages = summary.fan_out or (None, None), summary.advantages or (None, None)
+    return {
+        "group": json_id(summary.id),
+        "rows": summary.rows,
+        "rollouts": summary.rollouts,
+        "counted_rollouts": summary.counted,
+        "fan_out_min": fan_out[0],
+        "fan_out_max": fan_out[1],
+        "reward_mean": summary.mean,
+        "reward_std": summary.std,
+        "advantage_min": advantages[0],
+        "advantage_max": advantages[1],
+        "notes": list(summary.notes),
+    }
+
+
+def row_json(result: NormalizedRewards, rows: range | list[int]) -> list[dict[str, Any]]:
+    """One object per row: ``reward`` is its own, ``rollout_reward`` the one that speaks for its rollout."""
+    index = result.index
+    rollout_of, group_of = index.row_rollout.tolist(), index.row_group.tolist()
+    groups, rollouts = index.group_ids, index.rollout_ids
+    advantages, trained = result.advantages.tolist(), result.trained_rows.tolist()
+    own, speaking = result.raw_rewards.tolist(), result.rollout_rewards.tolist()
+    return [
+        {
+            "row": row,
+            "group": json_id(groups[group_of[row]]),
+            "rollout": json_id(rollouts[rollout_of[row]]),
+            "advantage": advantages[row],
+            "trained": trained[row],
+            "reward": own[row],
+            "rollout_reward": speaking[rollout_of[row]],
+        }
+        for row in rows
+    ]
+
+
+def strict_json(value: Any) -> str:
+    """JSON on one line, with null for what JSON has no number for.
+
+    >>> strict_json({"a": [1.5, float("nan")]})
+    '{"a": [1.5, null]}'
+    """
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
