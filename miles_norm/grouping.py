@@ -193,7 +193,7 @@ def _choose_rule(
 
 
 def _check_sizes(given: Sequence[int] | Tensor, rows: int) -> list[int]:
-    sizes = given.tolist() if hasattr(given, "tolist") else list(given)
+    sizes = given.tolist() if hasattr(given, "tolist") else [n.item() if hasattr(n, "item") else n for n in given]
     bad = [i for i, size in enumerate(sizes) if isinstance(size, bool) or not isinstance(size, int) or size < 0]
     if bad or sum(sizes) != rows:
         wrong = ", ".join(f"{sizes[i]!r} at position {i}" for i in bad[:10])
@@ -253,13 +253,15 @@ def _contradictions(
 ) -> list[str]:
     warnings = []
     guessed = index.group_source in ("fixed_fan_out", "single_group")
-    reused = _ids_in_several_groups(index)
+    # Padding enters nothing, so it contradicts nothing either.
+    real = slice(None) if columns.padding is None else torch.unique(index.row_rollout[~columns.padding])
+    reused = _ids_in_several_groups(index, index.first_row[real])
     if reused:
-        text = f"{format_rows(reused, 'rollout id', 8)} occur in several prompt groups and count as different rollouts"
+        text = f"an id in several prompt groups counts as different rollouts: {format_rows(reused, 'rollout id', 8)}"
         warnings.append(f"the guessed groups contradict the rollout ids: {text}" if guessed else text)
     n = config.n_samples_per_prompt
     if guessed and n is not None:
-        per_group = torch.bincount(index.rollout_group, minlength=index.num_groups)
+        per_group = torch.bincount(index.rollout_group[real], minlength=index.num_groups)
         wrong = per_group != n if index.group_source == "fixed_fan_out" else per_group > n
         if bool(wrong.any()):
             warnings.append(
@@ -271,8 +273,8 @@ def _contradictions(
         mixed = _groups_with_several_ids(index, _with_adapter(columns.group, columns.adapter).codes)
         if mixed:
             warnings.append(
-                f"{format_rows(mixed, 'group', 8)} formed by {index.group_source} hold rows with different "
-                f"{config.group_key}: the sizes may be stale"
+                f"the sizes may be stale: rows with different {config.group_key} are in one group by "
+                f"{index.group_source}, in {format_rows(mixed, 'group', 8)}"
             )
     for row, other in columns.id_collisions:
         if int(index.row_rollout[row]) == int(index.row_rollout[other]):
@@ -283,15 +285,15 @@ def _contradictions(
     return warnings
 
 
-def _ids_in_several_groups(index: RolloutIndex) -> list[Hashable]:
+def _ids_in_several_groups(index: RolloutIndex, first_row: Tensor) -> list[Hashable]:
     if index.rollout_column is None or index.num_groups < 2:
         return []
-    codes = index.rollout_column.codes[index.first_row]
+    codes = index.rollout_column.codes[first_row]
     if bool((codes[1:] > codes[:-1]).all()):
         return []
     codes, order = torch.sort(codes, stable=True)
     again = torch.nonzero(codes[1:] == codes[:-1])[:, 0] + 1
-    rows = index.first_row[order[again]].tolist()
+    rows = first_row[order[again]].tolist()
     return list(dict.fromkeys(index.rollout_column.label(row) for row in rows))
 
 

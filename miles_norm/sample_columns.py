@@ -77,7 +77,7 @@ def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] 
     if not all(inner):
         flat = [i for i, nested in enumerate(inner) if not nested]
         raise SampleError(
-            f"samples: {format_rows(flat, 'entry', 10)}",
+            f"samples: {format_rows(flat, 'item', 10)}",
             got="single rows beside lists of rows",
             expected="either a flat list of rows or one list per prompt group",
             reason="an inner list is a prompt group, and a row beside it would belong to none",
