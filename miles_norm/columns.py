@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import RewardError, SampleError, format_rows
-from miles_norm.ids import IdColumn, check_length, encode_ids
+from miles_norm.ids import IdColumn, check_length, encode_ids, shared_tensor
 
 __all__ = ["RolloutColumns"]
 
@@ -109,7 +109,7 @@ def _reward_column(values: Any) -> Tensor:
         reward = values.detach()
     else:
         try:
-            reward = torch.from_numpy(np.array(values, dtype=np.float64))
+            reward = torch.from_numpy(_real_numbers(values))
         except (TypeError, ValueError) as error:
             raise RewardError(
                 "reward column",
@@ -129,9 +129,36 @@ def _reward_column(values: Any) -> Tensor:
     return reward.to(torch.float64)
 
 
+def _real_numbers(values: Any) -> np.ndarray[Any, Any]:
+    """A float64 copy; numpy by itself would parse strings and drop imaginary parts."""
+    array = np.asarray(values)
+    if array.dtype.kind == "O" and any(isinstance(value, str | bytes) for value in array.flat):
+        raise TypeError("strings among the values")
+    if array.dtype.kind not in "biufO":
+        raise TypeError(f"values of dtype {array.dtype}")
+    return np.array(array, dtype=np.float64)
+
+
+def _column(name: str, values: Any, rows: int) -> Tensor:
+    if isinstance(values, Tensor):
+        column = values.detach()
+    else:
+        try:
+            column = shared_tensor(np.asarray(values))
+        except (TypeError, ValueError) as error:
+            raise SampleError(
+                f"{name} column",
+                got=str(error),
+                expected=f"[{rows}] numbers or bools",
+                reason="every column has one entry per row",
+                remedy="pass one-dimensional columns of one length",
+            ) from None
+    check_length(name, tuple(column.shape), rows)
+    return column
+
+
 def _token_column(values: Any, rows: int, device: torch.device) -> Tensor:
-    tokens = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
-    check_length("trainable_tokens", tuple(tokens.shape), rows)
+    tokens = _column("trainable_tokens", values, rows)
     whole = tokens.to(device).to(torch.int64)
     if (
         tokens.dtype == torch.bool
@@ -155,8 +182,7 @@ def _token_column(values: Any, rows: int, device: torch.device) -> Tensor:
 
 
 def _flag_column(name: str, values: Any, rows: int, device: torch.device) -> Tensor:
-    flags = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
-    check_length(name, tuple(flags.shape), rows)
+    flags = _column(name, values, rows)
     if flags.dtype != torch.bool and not bool(((flags == 0) | (flags == 1)).all()):
         raise SampleError(
             name,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 
-__all__ = ["IdColumn", "check_length", "encode_ids"]
+__all__ = ["IdColumn", "check_length", "encode_ids", "shared_tensor"]
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -120,9 +120,7 @@ def _numeric_ids(
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iuf" or values.dtype == np.uint64:
             return None
-        values = torch.from_numpy(
-            np.ascontiguousarray(values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("=")))
-        )
+        values = shared_tensor(values)
     if device is not None:
         values = values.to(device)
     if values.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
@@ -138,6 +136,12 @@ def _numeric_ids(
         return IdColumn(codes)
     fresh = int(codes.max()) + 1 + torch.arange(rows, device=values.device)
     return IdColumn(torch.where(absent, fresh, codes), None, absent)
+
+
+def shared_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    """The array as a tensor, copied only where torch cannot share it: reversed, read-only, of the other byte order."""
+    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return torch.from_numpy(np.require(native, requirements=["C", "W"]))
 
 
 def check_length(name: str, shape: tuple[int, ...], rows: int) -> None:

@@ -15,7 +15,7 @@ from miles_norm.broadcast import rollouts_to_rows, rows_to_tokens
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.counting import Exclusion, GroupedRewards, group_rewards
-from miles_norm.errors import ConfigError, GroupingError, format_rows
+from miles_norm.errors import ConfigError, GroupingError, RewardError, format_rows
 from miles_norm.explain import explain_row
 from miles_norm.grouping import RolloutIndex, recover_groups
 from miles_norm.metrics import result_metrics
@@ -239,7 +239,24 @@ def _advantages(rewards: RolloutRewards, grouped: GroupedRewards, config: Normal
     counted = grouped.counted
     if counted is not None:
         advantages = advantages.masked_fill(~counted, 0.0)
-    return advantages.to(torch.float32)
+    narrow = advantages.to(torch.float32)
+    finite = torch.isfinite(narrow)
+    if not bool(finite.all()):
+        raise _too_large(advantages, ~finite, grouped.index)
+    return narrow
+
+
+def _too_large(advantages: Tensor, rollouts: Tensor, index: RolloutIndex) -> RewardError:
+    """Rewards that fit float32 while their distance from the baseline, or their sum, does not."""
+    rows = torch.nonzero(rollouts[index.row_rollout])[:, 0].tolist()
+    return RewardError(
+        f"advantage of {format_rows(rows)}",
+        got=", ".join(f"{value:g}" for value in advantages[rollouts][:10].tolist()),
+        expected=f"a magnitude of at most {torch.finfo(torch.float32).max:.6g}",
+        reason="advantages are float32 and would become infinite",
+        remedy="rescale the rewards",
+        rows=rows,
+    )
 
 
 def _singletons(grouped: GroupedRewards, groups: list[int]) -> GroupingError:

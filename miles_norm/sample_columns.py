@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from miles_norm.columns import RolloutColumns
@@ -14,6 +16,16 @@ from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, SampleError, format_rows
 
 __all__ = ["columns_from_samples", "flatten_samples"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutList:
+    """Id of a rollout that was a list of its own in the input: the number of that list. It equals no id of a row."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"<list {self.number}>"
 
 
 def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | None = None) -> RolloutColumns:
@@ -138,8 +150,7 @@ def _rollout_ids(rows: list[Any], lists: list[int | None] | None) -> tuple[list[
     explicit, index = _known(_field(rows, "rollout_id")), _known(_field(rows, "index"))
     ids = [i if e is None else e for e, i in zip(explicit, index, strict=True)]
     if lists is not None:
-        # A tuple cannot equal a row's own id, so lists and ids have separate namespaces.
-        return [i if n is None else ("rollout list", n) for i, n in zip(ids, lists, strict=True)], ()
+        return [i if n is None else RolloutList(n) for i, n in zip(ids, lists, strict=True)], ()
     borrowed = {i: row for row, (e, i) in enumerate(zip(explicit, index, strict=True)) if e is None and _is_id(i)}
     if not borrowed or len(borrowed) == len(rows):
         return ids, ()
@@ -217,6 +228,8 @@ def _number(value: Any, config: NormalizationConfig) -> Any:
         return value
     if isinstance(value, str):
         raise TypeError(f"the str {value[:40]!r}")
+    if isinstance(value, bytes | bytearray):  # float() would parse them
+        raise TypeError(_kind(value))
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -262,7 +275,7 @@ def _trainable_tokens(rows: list[Any]) -> list[int]:
         except (TypeError, ValueError) as problem:
             problems[row] = f"loss_mask {problem}"
             continue
-        if isinstance(count, Tensor | np.generic | np.ndarray):
+        if isinstance(count, Tensor | np.generic | np.ndarray) and math.prod(count.shape) == 1:
             count = count.item()
         if (
             isinstance(count, bool)
@@ -296,5 +309,8 @@ def _mask_sum(mask: Any) -> Any:
     if isinstance(mask, Tensor | np.ndarray):
         if mask.ndim != 1:
             raise ValueError(f"of shape {tuple(mask.shape)}")
-        return mask.sum()
+        # Counted in the mask's own type, more than 2048 ones would be rounded in float16, and 256 in bfloat16.
+        if isinstance(mask, Tensor):
+            return mask.sum(dtype=torch.float64 if mask.is_floating_point() else None)
+        return mask.sum(dtype=np.float64 if mask.dtype.kind == "f" else None)
     raise TypeError(f"of type {type(mask).__name__}")
