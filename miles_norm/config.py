@@ -75,11 +75,17 @@ class _Config(BaseModel):
         With ``comments`` each field's documentation stands above it.
         """
         yaml = _yaml()
+
+        class Dumper(yaml.SafeDumper):  # type: ignore[name-defined,misc]
+            """Quotes the strings that our loader would read as numbers."""
+
+        Dumper.add_implicit_resolver(*_EXPONENT_FLOAT)
         lines = []
         for name, field in type(self).model_fields.items():
             if comments and field.description:
                 lines += [f"# {line}".rstrip() for line in field.description.splitlines()]
-            lines.append(yaml.safe_dump({name: getattr(self, name)}, allow_unicode=True, width=10**6).rstrip("\n"))
+            entry = yaml.dump({name: getattr(self, name)}, Dumper=Dumper, allow_unicode=True, width=10**6)
+            lines.append(entry.rstrip("\n"))
         return "\n".join(lines) + "\n"
 
 
@@ -213,6 +219,13 @@ class NormalizationConfig(_Config):
         return self
 
 
+# YAML 1.1, which PyYAML follows, reads 1e-6 as a string; YAML 1.2 and everybody's eyes read a number.
+_EXPONENT_FLOAT: Final = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
 ESTIMATORS: Final[tuple[str, ...]] = get_args(AdvantageEstimator)
 
 
@@ -262,10 +275,7 @@ def parse_yaml(text: str, name: str) -> Any:
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
 
-    # YAML 1.1, which PyYAML follows, reads 1e-6 as a string; YAML 1.2 and everybody's eyes read a number.
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
+    Loader.add_implicit_resolver(*_EXPONENT_FLOAT)
     try:
         return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
