@@ -24,9 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             from miles_norm.cli.commands import app
         except ModuleNotFoundError as error:
-            if error.name not in ("typer", "rich", "click"):
+            package = (error.name or "").partition(".")[0]
+            if package not in ("typer", "rich", "click"):
                 raise
-            sys.stderr.write(f"miles-norm needs the package {error.name}: pip install 'miles-norm[cli]'\n")
+            sys.stderr.write(f"miles-norm needs the package {package}: pip install 'miles-norm[cli]'\n")
             return 2
         app(args=None if argv is None else list(argv), prog_name="miles-norm")
     except KeyboardInterrupt:

@@ -42,10 +42,10 @@ def console_for(*, stderr: bool = False) -> Console:
 
 
 def printable(text: str) -> str:
-    """Escape what would move the cursor or change colours: ids come from files.
+    r"""Escape what would move the cursor or change colours: ids come from files.
 
-    >>> printable("a" + chr(27) + "[2J")
-    'a\\x1b[2J'
+    >>> print(printable("a" + chr(27) + "[2J"))
+    a\x1b[2J
     """
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
