@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_norm.columns import RolloutColumns
-    from miles_norm.config import NormalizationConfig
+    from miles_norm.config import LossConfig, NormalizationConfig
     from miles_norm.dumps import RolloutDump, read_dump, write_dump
     from miles_norm.errors import MilesNormError
     from miles_norm.grouping import RolloutIndex
+    from miles_norm.loss import loss_weights
     from miles_norm.normalize import NormalizedRewards, normalize_columns, normalize_rewards
     from miles_norm.samples import Sample
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "LossConfig": "config",
     "MilesNormError": "errors",
     "NormalizationConfig": "config",
     "NormalizedRewards": "normalize",
@@ -25,6 +27,7 @@ _HOMES = {
     "RolloutDump": "dumps",
     "RolloutIndex": "grouping",
     "Sample": "samples",
+    "loss_weights": "loss",
     "normalize_columns": "normalize",
     "normalize_rewards": "normalize",
     "read_dump": "dumps",
@@ -32,6 +35,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "LossConfig",
     "MilesNormError",
     "NormalizationConfig",
     "NormalizedRewards",
@@ -39,6 +43,7 @@ __all__ = [
     "RolloutDump",
     "RolloutIndex",
     "Sample",
+    "loss_weights",
     "normalize_columns",
     "normalize_rewards",
     "read_dump",

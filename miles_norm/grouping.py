@@ -35,7 +35,8 @@ class RolloutIndex:
     num_groups: int
     """G, empty groups included."""
     group_source: str
-    """The rule that applied: ``prompt_group_sizes``, ``nesting``, the group key, ``fixed_fan_out``, ``single_group``."""
+    """What formed the groups: ``prompt_group_sizes``, ``nesting``, the group key, or a guess: ``fixed_fan_out``,
+    ``single_group``."""
     rollouts_by_group: Tensor | None
     """int64 ``[R]``: rollouts, group after group; None where their own order is that already."""
     group_column: IdColumn | None
