@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
+from miles_norm.ids import shared_tensor
 
 __all__ = ["rollouts_to_rows", "rows_to_tokens"]
 
@@ -54,7 +56,7 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
         if bad:
             raise _bad_masks(f"loss mask of {format_rows(bad)}", "entries other than 0 and 1", bad)
         return torch.where(mask != 0, values[:, None], 0.0)
-    ragged = [None if mask is None else torch.as_tensor(mask, device=values.device) for mask in masks]
+    ragged = [_as_tensor(mask, values.device) for mask in masks]
     bad = [
         row
         for row, mask in enumerate(ragged)
@@ -63,6 +65,17 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
     if bad:
         raise _bad_masks(f"loss mask of {format_rows(bad)}", "None, nested, or entries other than 0 and 1", bad)
     return [torch.where(mask != 0, value, 0.0) for value, mask in zip(values, ragged, strict=True) if mask is not None]
+
+
+def _as_tensor(mask: Any, device: torch.device) -> Tensor | None:
+    """A mask of any kind that columns are counted from; None if it is none."""
+    if isinstance(mask, bytes | bytearray):
+        mask = list(mask)
+    try:
+        tensor = shared_tensor(mask) if isinstance(mask, np.ndarray) else torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return tensor.to(device)
 
 
 def _bad_masks(subject: str, got: str, rows: Sequence[int]) -> SampleError:

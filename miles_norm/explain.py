@@ -69,8 +69,8 @@ def _group(result: NormalizedRewards, group: int) -> str:
     rule = GROUP_RULES.get(index.group_source)
     if rule is None:
         label = index.group_ids[group]
-        with_adapter = "(adapter, {})" if isinstance(label, tuple) and index.group_column is not None else "{}"
-        rule = f"{with_adapter.format(index.group_source)} = {label!r}"
+        key = index.group_source if result.columns.adapter is None else f"(adapter, {index.group_source})"
+        rule = f"{key} = {label!r}"
     counted = int(result.statistics.count[group])
     noun = "rollout" if len(rollouts) == 1 else "rollouts"
     return f"{group} (from {rule}): {len(rollouts)} {noun}, {counted} of them in the statistics"
