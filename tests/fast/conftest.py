@@ -5,7 +5,7 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
-# No deadline: the first call into torch is slower than any later one. Batches with many optional parts are drawn slowly.
+# No deadline: the first call into torch is slower than any later one. Batches with many parts are drawn slowly.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("dev", print_blob=True, **COMMON)
 settings.register_profile("ci", derandomize=True, **COMMON)

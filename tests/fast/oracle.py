@@ -52,7 +52,7 @@ def normalize(
     nesting: list[tuple[int, int | None]] | None = None,
     nested_groups: int = 0,
 ) -> Answer:
-    """Args: ``nesting`` holds for each row its inner list and, where rollouts are lists too, the number of that list."""
+    """``nesting`` holds for each row its inner list and, where rollouts are lists too, the number of that list."""
     source, keys, num_groups = group_keys(rows, config, sizes, nesting, nested_groups)
     lists = [None] * len(rows) if nesting is None else [number for _, number in nesting]
     rollouts, num_groups = find_rollouts(rows, keys, lists, num_groups)

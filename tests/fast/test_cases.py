@@ -1,4 +1,4 @@
-"""Cases from public bug reports (``data/public_reports.json``): the right numbers, worked out by hand in ``arithmetic``.
+"""Cases from public bug reports (``data/public_reports.json``); ``arithmetic`` has their numbers worked out by hand.
 
 Expectations of a case that concern the loss are named in ``LOSS_SIDE``; any other unknown key is an error.
 """
@@ -172,7 +172,7 @@ def check_rollouts(result: NormalizedRewards, config: dict[str, Any], expected: 
 def check_unknown_fields(
     result: NormalizedRewards, rows: list[dict[str, Any]], config: dict[str, Any], fields: list[str], folder: Path
 ) -> None:
-    """A dump without newer keys and with unknown ones, through a file: the unknown ones are kept, and change nothing."""
+    """A dump without newer keys and with unknown ones, through a file: the unknown are kept, and change nothing."""
     write_dump(RolloutDump(rows), folder / "dump.jsonl")
     dump = read_dump(folder / "dump.jsonl")
     for field in fields:

@@ -113,9 +113,10 @@ def test_some_rows_without_a_group_count_as_all() -> None:
     rows = rows_of((0, 0), (None, 1), (0, 2), (math.nan, 3))
     guess = grouped(rows)
     assert guess.groups == [[0, 1, 2, 3]]
-    assert guess.warnings == (
+    [warning] = guess.warnings
+    assert warning == (
         "prompt groups were guessed: 'group_index' is missing on rows 1, 3, so all 4 rows form one group and share one "
-        "baseline",
+        "baseline"
     )
     with pytest.raises(
         GroupingError, match=r"'group_index' is missing on rows 1, 3; n_samples_per_prompt and"
@@ -262,9 +263,10 @@ def test_group_key() -> None:
 
 def test_one_rollout_per_group() -> None:
     result = grouped(rows_of((0, 0), (1, 1)), n_samples_per_prompt=4)
-    assert result.warnings == (
+    [warning] = result.warnings
+    assert warning == (
         "every group has one rollout although n_samples_per_prompt=4, so there is no baseline; does 'group_index' name "
-        "the prompt?",
+        "the prompt?"
     )
     assert grouped(rows_of((0, 0), (1, 1)), advantage_estimator="ppo").warnings == ()
 

@@ -278,10 +278,11 @@ def test_nearly_equal_rewards_are_a_warning() -> None:
     steps = (("a", 1e-7), ("b", 1e-5))
     rows = [new_row(group_index=group, index=None, reward=1.0 + k * step) for group, step in steps for k in (0, 1)]
     found = normalize_rewards(rows)
-    assert found.warnings == (
+    [warning] = found.warnings
+    assert warning == (
         "rewards of prompt group a differ by at most 1e-06 of the largest, which may be rounding; zero_std_tolerance "
-        "counts them as equal",
-    )  # fmt: skip
+        "counts them as equal"
+    )
     assert found.advantages.count_nonzero() == 4
     equal = normalize_rewards(rows, NormalizationConfig(zero_std_tolerance=1e-6))
     assert equal.warnings == ()

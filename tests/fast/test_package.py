@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,12 +66,20 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def nodes_inside(nodes: Iterable[ast.AST]) -> set[int]:
+    return {id(inner) for node in nodes for inner in ast.walk(node)}
+
+
 def imports(path: Path, *, top_level: bool = False) -> Iterator[str]:
-    """Dotted names of all modules that a file imports, those inside functions too unless ``top_level``."""
+    """Dotted names of all modules that a file imports when it runs, those inside functions too unless ``top_level``."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {id(node) for function in ast.walk(tree) if isinstance(function, FUNCTIONS) for node in ast.walk(function)}
+    skipped = nodes_inside(node for node in ast.walk(tree) if top_level and isinstance(node, FUNCTIONS))
+    # What only a type checker imports is not needed to run, so it may stand to the right.
     for node in ast.walk(tree):
-        if top_level and id(node) in inside:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            skipped |= nodes_inside(node.body)
+    for node in ast.walk(tree):
+        if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -150,3 +158,15 @@ def test_version_has_one_place() -> None:
     assert ROOT / project["tool"]["hatch"]["version"]["path"] == PACKAGE / "__init__.py"
     installed = importlib.metadata.version("miles-norm")
     assert installed == miles_norm.__version__, "an older install: touch pyproject.toml, then make install"
+
+
+def test_imports_for_a_type_checker_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import a\nelse:\n    import b\n"
+        "def f():\n    import c\n"
+    )
+    assert list(imports(path)) == ["typing", "b", "c"]
+    assert list(imports(path, top_level=True)) == ["typing", "b"]

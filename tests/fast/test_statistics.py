@@ -70,7 +70,7 @@ def test_large_offset() -> None:
 
 
 def test_denormals() -> None:
-    # Differences below 2**-500 cannot be squared: they would give a deviation of 0 and, with an epsilon of 0, a division by it.
+    # Differences below 2**-500 cannot be squared: their deviation would be 0, and without an epsilon a divisor of 0.
     found = statistics_of([5e-324, 1e-323], [0.0, 2 * SQUARE_UNDERFLOW], [0.0, SQUARE_UNDERFLOW])
     assert found.equal.tolist() == [True, False, True]
     assert found.std[0] == 0.0
