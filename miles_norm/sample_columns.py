@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, SampleError, format_rows
+from miles_norm.masks import count_mask
 
 __all__ = ["columns_from_samples", "flatten_samples"]
 
@@ -265,29 +265,14 @@ def _bad_rewards(values: list[Any], problems: dict[int, str], config: Normalizat
 
 
 def _trainable_tokens(rows: list[Any]) -> list[int]:
-    masks, lengths = _field(rows, "loss_mask"), _field(rows, "response_length")
     counts: list[int] = []
     problems: dict[int, str] = {}
-    for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
+    lengths = _field(rows, "response_length")
+    for row, (mask, length) in enumerate(zip(_field(rows, "loss_mask"), lengths, strict=True)):
         try:
-            count = length if mask is None else _mask_sum(mask)
-            size = math.inf if mask is None else len(mask)
+            counts.append(_length(length) if mask is None else count_mask(mask))
         except (TypeError, ValueError) as problem:
-            problems[row] = f"loss_mask {problem}"
-            continue
-        if isinstance(count, Tensor | np.generic | np.ndarray) and math.prod(count.shape) == 1:
-            count = count.item()
-        if (
-            isinstance(count, bool)
-            or not isinstance(count, int | float)
-            or count != count // 1
-            or not 0 <= count <= size
-        ):
-            if mask is None and length is None:
-                problems[row] = "neither loss_mask nor response_length"
-            else:
-                problems[row] = f"{'response_length' if mask is None else 'a loss_mask that sums to'} {count!r}"
-        counts.append(0 if row in problems else int(count))
+            problems[row] = f"loss_mask {problem}" if mask is not None else str(problem)
     if problems:
         bad = list(problems)
         raise SampleError(
@@ -301,16 +286,11 @@ def _trainable_tokens(rows: list[Any]) -> list[int]:
     return counts
 
 
-def _mask_sum(mask: Any) -> Any:
-    if isinstance(mask, list | tuple):
-        return sum(mask)
-    if isinstance(mask, bytes | bytearray):
-        return sum(mask)
-    if isinstance(mask, Tensor | np.ndarray):
-        if mask.ndim != 1:
-            raise ValueError(f"of shape {tuple(mask.shape)}")
-        # Counted in the mask's own type, more than 2048 ones would be rounded in float16, and 256 in bfloat16.
-        if isinstance(mask, Tensor):
-            return mask.sum(dtype=torch.float64 if mask.is_floating_point() else None)
-        return mask.sum(dtype=np.float64 if mask.dtype.kind == "f" else None)
-    raise TypeError(f"of type {type(mask).__name__}")
+def _length(value: Any) -> int:
+    if value is None:
+        raise ValueError("neither loss_mask nor response_length")
+    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 0:
+        raise ValueError(f"response_length {value!r}")
+    return int(value)

@@ -32,6 +32,7 @@ ROOMS = (
     "dumps",
     "ids",
     "columns",
+    "masks",
     "sample_columns",
     "runs",
     "grouping",

@@ -1,0 +1,68 @@
+"""Count the ones of a loss mask of any kind, without turning lists into tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["count_mask"]
+
+_SHORT = 1024
+"""Below this length two calls of ``list.count`` are faster than a buffer."""
+
+
+def count_mask(mask: Any) -> int:
+    """Number of ones in a loss mask: a list, tuple, bytes, array or tensor of 0 and 1.
+
+    Raises:
+        TypeError, ValueError: not one-dimensional, of another type, or entries other than 0 and 1; the message goes on
+            after "loss_mask".
+
+    >>> count_mask([1, 0, True]), count_mask(np.array([1.0, 0.0]))
+    (2, 1)
+    """
+    if isinstance(mask, list | tuple):
+        if len(mask) >= _SHORT:
+            try:
+                return _count_array(np.frombuffer(bytearray(mask), dtype=np.uint8))
+            except (TypeError, ValueError):
+                pass  # entries that are no small integers: numbers such as 1.0 still count below
+        ones = mask.count(1)
+        if ones + mask.count(0) != len(mask):
+            other = next(value for value in mask if value not in (0, 1))
+            raise ValueError(f"with entries other than 0 and 1, such as {other!r:.40}")
+        return ones
+    if isinstance(mask, bytes | bytearray):
+        return _count_array(np.frombuffer(mask, dtype=np.uint8))
+    if isinstance(mask, Tensor):
+        if mask.device.type != "cpu" or mask.dtype == torch.bfloat16:
+            return _count_tensor(mask)
+        mask = mask.detach().numpy()
+    if isinstance(mask, np.ndarray):
+        return _count_array(mask)
+    raise TypeError(f"of type {type(mask).__name__}")
+
+
+def _count_array(mask: np.ndarray[Any, Any]) -> int:
+    if mask.ndim != 1:
+        raise ValueError(f"of shape {mask.shape}")
+    if mask.dtype.kind not in "biuf":
+        raise TypeError(f"of dtype {mask.dtype}")
+    ones = int(np.count_nonzero(mask))
+    kind = mask.dtype.kind
+    # Entries of at most 1 that are not 0 add up to their number only if all of them are 1.
+    if ones and kind != "b" and (mask.max() > 1 or (kind != "u" and mask.sum(dtype=float) != ones)):
+        raise ValueError(f"with entries other than 0 and 1, such as {mask[(mask != 0) & (mask != 1)][0]}")
+    return ones
+
+
+def _count_tensor(mask: Tensor) -> int:
+    if mask.ndim != 1:
+        raise ValueError(f"of shape {tuple(mask.shape)}")
+    ones = int(torch.count_nonzero(mask == 1))
+    if ones != int(torch.count_nonzero(mask)):
+        raise ValueError("with entries other than 0 and 1")
+    return ones
