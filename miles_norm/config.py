@@ -84,7 +84,7 @@ class _Config(BaseModel):
         for name, field in type(self).model_fields.items():
             if comments and field.description:
                 lines += [f"# {line}".rstrip() for line in field.description.splitlines()]
-            entry = yaml.dump({name: getattr(self, name)}, Dumper=Dumper, allow_unicode=True, width=10**6)
+            entry = yaml.dump({name: getattr(self, name)}, Dumper=Dumper, width=10**6)
             lines.append(entry.rstrip("\n"))
         return "\n".join(lines) + "\n"
 
