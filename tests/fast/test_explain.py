@@ -182,6 +182,11 @@ def test_training(fields: dict[str, Any], settings: dict[str, Any], text: str) -
     assert explained([*PAIR, new_row(index=0, **fields)], 2, **settings).endswith(f"training    {text}")
 
 
+def test_statistics_hold_what_was_dropped_for_zero_variance() -> None:
+    rows, settings, _ = EXCLUDED[Exclusion.ZERO_VARIANCE]
+    assert "n 2, mean 1, std 0 (ddof 1) of the rollout rewards 1, 1\n" in explained(rows, 2, **settings)
+
+
 def test_statistics_of_a_group_where_none_counts() -> None:
     assert "statistics  none: no rollout of the group counts" in explained([new_row(is_padding=True)], 0)
 
