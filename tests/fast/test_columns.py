@@ -136,6 +136,24 @@ def test_long_masks_of_narrow_types_are_counted_exactly(mask: Any) -> None:
     assert read([new_row(loss_mask=mask)]).trainable_tokens.tolist() == [4097]
 
 
+@pytest.mark.parametrize("times", [1, 63, 64, 300])
+@pytest.mark.parametrize(
+    "kind", [list, tuple, bytes, bytearray, np.array, torch.tensor, lambda mask: [*mask, 1.0][:-1]]
+)
+def test_masks_of_every_length(kind: Any, times: int) -> None:
+    mask = [1, 0, 1, 1] * times
+    assert read([new_row(loss_mask=kind(mask))]).trainable_tokens.tolist() == [3 * times]
+
+
+@pytest.mark.parametrize("entry", [2, -1, 256, 0.5, None, "1", NAN, [1]])
+@pytest.mark.parametrize("times", [0, 300])
+def test_one_wrong_entry_in_a_mask(entry: Any, times: int) -> None:
+    with pytest.raises(
+        SampleError, match=r"trainable tokens of row 1\n +got: +row 1: loss_mask with entries other than"
+    ):
+        read([new_row(), new_row(loss_mask=[1, 0] * times + [entry] + [1] * times)])
+
+
 @pytest.mark.parametrize("length", [3, np.int64(3), torch.tensor(3), 3.0])
 def test_without_a_mask_all_tokens_are_trainable(length: Any) -> None:
     assert read([new_row(response_length=length)]).trainable_tokens.tolist() == [3]

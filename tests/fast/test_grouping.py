@@ -347,6 +347,16 @@ def test_unhashable_adapter() -> None:
         normalize_rewards([new_row(adapter=["x"])])
 
 
+@pytest.mark.parametrize("far", [1, 2**30, 2**62])
+def test_ids_far_apart(far: int) -> None:
+    """Two columns of ids, neither sorted; in the last case a pair does not fit one int64 sort key."""
+    rows = rows_of((far, -far), (-far, far), (far, far), (-far, far), (far, -far))
+    result = grouped(rows)
+    assert result.groups == [[0, 2, 4], [1, 3]]
+    assert result.index.row_rollout.tolist() == [0, 1, 2, 1, 0]
+    assert result.index.group_ids == [far, -far]
+
+
 def test_view_of_the_index() -> None:
     index = grouped(rows_of((1, "a"), (0, "b"), (1, "a"), (1, "c")), [3, 0, 1]).index
     assert index.rows_of_rollout(0) == [0, 2]
