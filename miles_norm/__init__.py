@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from miles_norm.columns import RolloutColumns
     from miles_norm.config import LossConfig, NormalizationConfig
+    from miles_norm.conversion import convert_samples_to_train_data
     from miles_norm.dumps import RolloutDump, read_dump, write_dump
     from miles_norm.errors import MilesNormError
     from miles_norm.grouping import RolloutIndex
     from miles_norm.loss import loss_weights
     from miles_norm.normalize import NormalizedRewards, normalize_columns, normalize_rewards
     from miles_norm.samples import Sample
+    from miles_norm.train_data import TrainData
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,8 @@ _HOMES = {
     "RolloutDump": "dumps",
     "RolloutIndex": "grouping",
     "Sample": "samples",
+    "TrainData": "train_data",
+    "convert_samples_to_train_data": "conversion",
     "loss_weights": "loss",
     "normalize_columns": "normalize",
     "normalize_rewards": "normalize",
@@ -43,6 +47,8 @@ __all__ = [
     "RolloutDump",
     "RolloutIndex",
     "Sample",
+    "TrainData",
+    "convert_samples_to_train_data",
     "loss_weights",
     "normalize_columns",
     "normalize_rewards",

@@ -6,7 +6,7 @@ builds the columns from rows of any kind; ``RolloutColumns`` also takes tensors 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class RolloutColumns:
         truncated: bool ``[N]``; the row ended by length.
         padding: bool ``[N]``; a copy that fills a batch and enters nothing.
         adapter: Adapter ids ``[N]``; with adapters the prompt group is named by (adapter, group).
+        components: Reward components by name, each a float column ``[N]``; NaN where a row lacks it. ``reward`` is
+            their weighted sum.
 
     All columns must be on one device; the device of ``reward`` decides where it is not a list.
 
@@ -47,6 +49,7 @@ class RolloutColumns:
 
     _COLUMNS = (
         "group", "rollout", "reward", "trainable_tokens", "scored", "removed", "truncated", "padding", "adapter",
+        "components",
     )  # fmt: skip
     __slots__ = (*_COLUMNS, "id_collisions", "nested_sizes", "status")
 
@@ -62,6 +65,7 @@ class RolloutColumns:
         truncated: Any = None,
         padding: Any = None,
         adapter: Any = None,
+        components: Mapping[str, Any] | None = None,
     ) -> None:
         self.reward = _reward_column(reward)
         rows, device = len(self.reward), self.reward.device
@@ -81,6 +85,11 @@ class RolloutColumns:
         self.scored, self.removed, self.truncated, self.padding = (
             None if flag is None else _flag_column(name, flag, rows, device) for name, flag in flags.items()
         )
+        self.components: dict[str, Tensor] | None = None
+        if components is not None:
+            self.components = {name: _reward_column(values).to(device) for name, values in components.items()}
+            for name, column in self.components.items():
+                check_length(f"component {name!r}", tuple(column.shape), rows)
         self.nested_sizes: tuple[int, ...] | None = None
         self.status: Sequence[Any] | None = None
         self.id_collisions: tuple[tuple[int, int], ...] = ()
@@ -100,6 +109,8 @@ class RolloutColumns:
         moved = object.__new__(RolloutColumns)
         for name in self.__slots__:
             value = getattr(self, name)
+            if isinstance(value, dict):
+                value = {key: column.to(target) for key, column in value.items()}
             setattr(moved, name, value.to(target) if isinstance(value, Tensor | IdColumn) else value)
         return moved
 

@@ -13,7 +13,7 @@ from miles_norm.grouping import RolloutIndex
 from miles_norm.rewards import RolloutRewards, any_row
 from miles_norm.statistics import SegmentStatistics, segment_statistics
 
-__all__ = ["Exclusion", "GroupedRewards", "group_rewards"]
+__all__ = ["Exclusion", "GroupedRewards", "component_statistics", "group_rewards", "rollout_components"]
 
 
 class Exclusion(IntEnum):
@@ -42,6 +42,7 @@ class GroupedRewards:
     def __init__(self, index: RolloutIndex) -> None:
         self.index = index
         self.exclusion: Tensor | None = None
+        self.members: Tensor | None = None
         self.statistics: SegmentStatistics
 
     @property
@@ -74,14 +75,43 @@ def group_rewards(
         small = count < config.min_group_size
         grouped.exclude(small[index.rollout_group], Exclusion.SMALL_GROUP)
         chosen, count = _members(grouped)
+    grouped.members = chosen
     values = rewards.values if chosen is None else rewards.values[chosen]
     grouped.statistics = segment_statistics(values, count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance)
     if config.zero_variance_groups == "drop_from_loss":
-        silent = grouped.statistics.equal
+        silent = _without_signal(columns, rewards, grouped, config)
         if not config.normalizes_groups or config.singleton == "raw":
             silent = silent & (count > 1)
         grouped.exclude(silent[index.rollout_group], Exclusion.ZERO_VARIANCE)
     return grouped
+
+
+def _without_signal(
+    columns: RolloutColumns, rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig
+) -> Tensor:
+    """bool ``[G]``: all rewards are equal; where components are normalized on their own, each of them is."""
+    if config.advantage_estimator != "gdpo":
+        return grouped.statistics.equal
+    silent = torch.ones_like(grouped.statistics.equal)
+    for component in rollout_components(columns, rewards).values():
+        silent &= component_statistics(component, grouped, config).equal
+    return silent
+
+
+def rollout_components(columns: RolloutColumns, rewards: RolloutRewards) -> dict[str, Tensor]:
+    """Each reward component of the row that speaks, float64 ``[R]``; NaN where it lacks the component."""
+    if columns.components is None or rewards.speaker is None:
+        return {}
+    return {name: column[rewards.speaker] for name, column in columns.components.items()}
+
+
+def component_statistics(component: Tensor, grouped: GroupedRewards, config: NormalizationConfig) -> SegmentStatistics:
+    """Statistics of one component per group, over the counted rollouts that have it."""
+    group, order = grouped.index.rollout_group, grouped.members
+    order = torch.arange(len(component), device=component.device) if order is None else order
+    order = order[~torch.isnan(component[order])]
+    count = torch.bincount(group[order], minlength=grouped.index.num_groups)
+    return segment_statistics(component[order], count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance)
 
 
 def _members(grouped: GroupedRewards) -> tuple[Tensor | None, Tensor]:

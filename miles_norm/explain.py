@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles_norm.advantages import ESTIMATORS
+from miles_norm.config import NormalizationConfig
 from miles_norm.counting import Exclusion
 
 if TYPE_CHECKING:
@@ -139,13 +140,30 @@ def _arithmetic(result: NormalizedRewards, row: int, rollout: int, group: int) -
     n = int(statistics.count[group])
     if n == 1:
         return f"{advantage}: a group of one has no baseline (singleton is {config.singleton!r})"
-    if bool(statistics.equal[group]):
+    estimator = ESTIMATORS[config.advantage_estimator]
+    if bool(statistics.equal[group]) and estimator.zero_where_equal:
         tolerance = f", within zero_std_tolerance {config.zero_std_tolerance:g}" if config.zero_std_tolerance else ""
         return f"{advantage}: all rewards of the group are equal{tolerance}"
-    formula = ESTIMATORS[config.advantage_estimator].formula(config)
+    formula = estimator.formula(config)
     mean, std = _number(float(statistics.mean[group])), _number(float(statistics.std[group]))
-    filled = formula.format(reward=reward, mean=mean, std=std, epsilon=f"{config.std_epsilon:g}", n=n)
-    return f"{config.advantage_estimator}: {filled} = {advantage}"
+    filled = formula.format(
+        reward=reward,
+        mean=mean,
+        std=std,
+        epsilon=f"{config.std_epsilon:g}",
+        n=n,
+        maximum=_number(float(statistics.maximum[group])),
+        baseline=_number(float(result.rollout_rewards[rollout]) - float(result.rollout_advantages[rollout])),
+    )
+    return f"{config.advantage_estimator}: {_whitened(filled, config)} = {advantage}"
+
+
+def _whitened(formula: str, config: NormalizationConfig) -> str:
+    options = config.options
+    if options.whitening == "none":
+        return formula
+    shift = " - batch mean" if options.whitening_shift else ""
+    return f"({formula}{shift}) / (deviation over the batch, by {options.whitening}, + {config.std_epsilon:g})"
 
 
 def _training(result: NormalizedRewards, row: int) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_norm.advantages import ESTIMATORS
+from miles_norm.advantages import ESTIMATORS, EstimatorInputs, whitened
 from miles_norm.broadcast import rollouts_to_rows, rows_to_tokens
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
-from miles_norm.counting import Exclusion, GroupedRewards, group_rewards
+from miles_norm.counting import Exclusion, GroupedRewards, component_statistics, group_rewards, rollout_components
 from miles_norm.errors import ConfigError, GroupingError, RewardError, format_rows
 from miles_norm.explain import explain_row
 from miles_norm.grouping import RolloutIndex, recover_groups
@@ -204,7 +204,7 @@ def normalize_columns(
     index, warnings = recover_groups(columns, config, prompt_group_sizes)
     rewards = choose_rollout_rewards(columns, index, config)
     grouped = group_rewards(columns, index, rewards, config)
-    advantages = _advantages(rewards, grouped, config)
+    advantages = _advantages(columns, rewards, grouped, config)
     found = (*warnings, *rewards.warnings, *_group_warnings(grouped, config))
     for text in found:
         logger.warning(text)
@@ -224,18 +224,17 @@ def _moved(columns: RolloutColumns, device: str) -> RolloutColumns:
         ) from None
 
 
-def _advantages(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> Tensor:
+def _advantages(
+    columns: RolloutColumns, rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig
+) -> Tensor:
     """float32 ``[R]``: the estimator's formula, then the rules that hold for all of them."""
-    group, statistics = grouped.index.rollout_group, grouped.statistics
+    statistics = grouped.statistics
     if not config.normalizes_groups:
         advantages = rewards.values
     else:
         if config.singleton == "error" and bool((statistics.count == 1).any()):
             raise _singletons(grouped, torch.nonzero(statistics.count == 1)[:, 0].tolist())
-        advantages = ESTIMATORS[config.advantage_estimator].compute(rewards.values, group, statistics, config)
-        advantages = advantages.masked_fill(statistics.equal[group], 0.0)
-        if config.singleton == "raw":
-            advantages = torch.where((statistics.count == 1)[group], rewards.values, advantages)
+        advantages = _estimate(columns, rewards, grouped, config)
     counted = grouped.counted
     if counted is not None:
         advantages = advantages.masked_fill(~counted, 0.0)
@@ -244,6 +243,71 @@ def _advantages(rewards: RolloutRewards, grouped: GroupedRewards, config: Normal
     if not bool(finite.all()):
         raise _too_large(advantages, ~finite, grouped.index)
     return narrow
+
+
+def _estimate(
+    columns: RolloutColumns, rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig
+) -> Tensor:
+    """float64 ``[R]``: the group stage, and whitening over the batch where it is asked for."""
+    index, statistics = grouped.index, grouped.statistics
+    estimator = ESTIMATORS[config.advantage_estimator]
+    inputs = _inputs(columns, rewards, grouped, config)
+    try:
+        advantages = estimator.compute(inputs)
+    except (RewardError, GroupingError) as error:
+        raise _with_ids(error, index) from None
+    if estimator.zero_where_equal:
+        advantages = advantages.masked_fill(statistics.equal[index.rollout_group], 0.0)
+    if config.singleton == "raw":
+        advantages = torch.where((statistics.count == 1)[index.rollout_group], rewards.values, advantages)
+    if config.options.whitening == "none":
+        return advantages
+    return whitened(
+        advantages,
+        inputs.counted,
+        tokens=inputs.tokens if config.options.whitening == "token" else None,
+        shift=config.options.whitening_shift,
+        ddof=config.std_ddof,
+        std_epsilon=config.std_epsilon,
+    )
+
+
+def _inputs(
+    columns: RolloutColumns, rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig
+) -> EstimatorInputs:
+    counted = grouped.counted
+    components = {
+        name: (component, component_statistics(component, grouped, config))
+        for name, component in rollout_components(columns, rewards).items()
+    }
+    return EstimatorInputs(
+        rewards=rewards.values,
+        group=grouped.index.rollout_group,
+        statistics=grouped.statistics,
+        members=grouped.members,
+        row_tokens=rewards.row_tokens,
+        row_rollout=grouped.index.row_rollout,
+        given_counted=counted,
+        components=components,
+        config=config,
+    )
+
+
+def _with_ids(error: RewardError | GroupingError, index: RolloutIndex) -> RewardError | GroupingError:
+    """An estimator numbers rollouts and groups; users know them by their ids and rows."""
+    numbers = error.rows
+    if isinstance(error, RewardError):
+        mask = torch.zeros(index.num_rollouts, dtype=torch.bool, device=index.row_rollout.device)
+        mask[list(numbers)] = True
+        rows = torch.nonzero(mask[index.row_rollout])[:, 0].tolist()
+        ids = [index.rollout_ids[number] for number in numbers]
+        subject = f"reward of {format_rows(rows)} ({format_rows(ids, 'rollout')})"
+    else:
+        rows = []
+        subject = format_rows([index.group_ids[number] for number in numbers], "prompt group")
+    return type(error)(
+        subject, got=error.got, expected=error.expected, reason=error.reason, remedy=error.remedy, rows=rows
+    )
 
 
 def _too_large(advantages: Tensor, rollouts: Tensor, index: RolloutIndex) -> RewardError:

@@ -26,6 +26,8 @@ class RolloutRewards:
     """float64 ``[R]``; NaN where no row can speak."""
     mainstream: Tensor
     """int64 ``[R]``: the mainstream row of each rollout, the sibling with the most trainable tokens that may speak."""
+    speaker: Tensor | None
+    """int64 ``[R]``: the row whose reward was taken; None where several rows were put together (max, mean, sum)."""
     row_values: Tensor
     """float64 ``[N]``: each row's own reward, unscored ones as the policy reads them (NaN, or 0 under ``zero``)."""
     row_tokens: Tensor
@@ -65,13 +67,15 @@ def choose_rollout_rewards(columns: RolloutColumns, index: RolloutIndex, config:
     tokens = columns.trainable_tokens if silent is None else columns.trainable_tokens.masked_fill(silent, 0)
     may_speak = scored if padding is None else ~padding if scored is None else scored & ~padding
     rows, has_speaker = _mainstream_rows(index, tokens, may_speak)
-    chosen, warnings = _apply_policy(_Siblings(values, tokens, rows, may_speak, has_speaker, columns, index), config)
+    chosen, speaker, warnings = _apply_policy(
+        _Siblings(values, tokens, rows, may_speak, has_speaker, columns, index), config
+    )
     trained = tokens
     if config.truncated_rollouts == "untrain" and columns.truncated is not None:
         truncated = columns.truncated if padding is None else columns.truncated & ~padding
         trained = tokens.masked_fill(any_row(truncated, index)[index.row_rollout], 0)
     real = None if padding is None else any_row(~padding, index)
-    return RolloutRewards(chosen, rows, values, trained, tokens, scored, real, warnings)
+    return RolloutRewards(chosen, rows, speaker, values, trained, tokens, scored, real, warnings)
 
 
 def any_row(flag: Tensor, index: RolloutIndex) -> Tensor:
@@ -161,16 +165,18 @@ def _mainstream_rows(index: RolloutIndex, tokens: Tensor, may_speak: Tensor | No
     return torch.where(best < 0, index.first_row, longest), best >= 0
 
 
-def _apply_policy(siblings: _Siblings, config: NormalizationConfig) -> tuple[Tensor, tuple[str, ...]]:
+def _apply_policy(siblings: _Siblings, config: NormalizationConfig) -> tuple[Tensor, Tensor | None, tuple[str, ...]]:
+    """The reward of each rollout, the row it was taken from, and warnings."""
     index, values, may_speak = siblings.index, siblings.values, siblings.may_speak
     warnings: tuple[str, ...] = ()
     has_speaker = siblings.has_speaker
+    speaker: Tensor | None = None
     match config.rollout_reward:
         case "mainstream":
-            chosen = values[siblings.mainstream]
+            speaker, chosen = siblings.mainstream, values[siblings.mainstream]
             warnings = _disagreements(siblings, chosen)
         case "shared":
-            chosen = values[siblings.mainstream]
+            speaker, chosen = siblings.mainstream, values[siblings.mainstream]
             _check_shared(siblings, config.shared_reward_tolerance)
         case "first" | "last" as end:
             row = torch.arange(index.num_rows, device=values.device)
@@ -180,13 +186,16 @@ def _apply_policy(siblings: _Siblings, config: NormalizationConfig) -> tuple[Ten
             rows = row.new_zeros(index.num_rollouts).scatter_reduce_(
                 0, index.row_rollout, row, reduce, include_self=False
             )
-            chosen = values[rows.clamp_(0, index.num_rows - 1)]
+            speaker = rows.clamp_(0, index.num_rows - 1)
+            chosen = values[speaker]
         case "max":
             chosen = _extreme(siblings, "amax")
         case "mean" | "sum" as fold:
             chosen, complete = _fold(siblings, fold)
             has_speaker = complete if has_speaker is None else has_speaker & complete
-    return chosen if has_speaker is None else torch.where(has_speaker, chosen, torch.nan), warnings
+    if has_speaker is not None:
+        chosen = torch.where(has_speaker, chosen, torch.nan)
+    return chosen, speaker, warnings
 
 
 def _extreme(siblings: _Siblings, reduce: str) -> Tensor:

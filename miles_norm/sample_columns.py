@@ -12,10 +12,11 @@ from torch import Tensor
 
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
-from miles_norm.errors import RewardError, SampleError, format_rows
+from miles_norm.errors import SampleError, format_rows
 from miles_norm.masks import count_mask
+from miles_norm.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 
-__all__ = ["columns_from_samples", "flatten_samples"]
+__all__ = ["columns_from_samples", "flatten_samples", "row_field"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +53,24 @@ def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | N
     rows, sizes, rollout_lists = flatten_samples(samples)
     _check_rows(rows)
     rollouts, collisions = _rollout_ids(rows, rollout_lists)
-    removed, padding = _field(rows, "remove_sample"), _field(rows, "is_padding")
-    status = [_status(value) for value in _field(rows, "status")]
-    adapters = [_adapter_name(value) for value in _field(rows, "adapter")]
+    removed, padding = row_field(rows, "remove_sample"), row_field(rows, "is_padding")
+    status = [_status(value) for value in row_field(rows, "status")]
+    adapters = [_adapter_name(value) for value in row_field(rows, "adapter")]
     groups = _group_ids(rows, config.group_key)
-    reward = _rewards(_field(rows, "reward"), config)
+    given = row_field(rows, "reward")
+    components = reward_components(given, config) if config.options.gdpo_components else None
+    reward = read_rewards(given, config) if components is None else weighted_sum(components, config)
     columns = RolloutColumns(
         group=groups if any(value is not None for value in groups) else None,
         rollout=rollouts,
-        reward=_as_float64(reward, config),
+        reward=as_float64(reward, config),
         trainable_tokens=_trainable_tokens(rows),
         scored=None if None not in reward else [value is not None for value in reward],
         removed=[bool(flag) for flag in removed] if any(removed) else None,
         truncated=[value == "truncated" for value in status] if "truncated" in status else None,
         padding=[bool(flag) for flag in padding] if any(padding) else None,
         adapter=adapters if any(value is not None for value in adapters) else None,
+        components=components,
     )
     columns.nested_sizes, columns.status, columns.id_collisions = sizes, status, collisions
     return columns
@@ -133,21 +137,22 @@ def _not_rows(subject: str, got: str, rows: Sequence[int]) -> SampleError:
     )
 
 
-def _field(rows: list[Any], name: str) -> list[Any]:
+def row_field(rows: list[Any], name: str) -> list[Any]:
+    """One field of all rows, None where a row lacks it."""
     return [row.get(name) if isinstance(row, dict) else getattr(row, name, None) for row in rows]
 
 
 def _group_ids(rows: list[Any], key: str) -> list[Any]:
-    ids = _field(rows, key)
+    ids = row_field(rows, key)
     if key != "group_index":
-        metadata = _field(rows, "metadata")
+        metadata = row_field(rows, "metadata")
         ids = [m.get(key) if i is None and isinstance(m, Mapping) else i for i, m in zip(ids, metadata, strict=True)]
     return ids
 
 
 def _rollout_ids(rows: list[Any], lists: list[int | None] | None) -> tuple[list[Hashable], tuple[tuple[int, int], ...]]:
     """Rollout id of each row, and pairs of rows that share one although their own ``index`` differs."""
-    explicit, index = _known(_field(rows, "rollout_id")), _known(_field(rows, "index"))
+    explicit, index = _known(row_field(rows, "rollout_id")), _known(row_field(rows, "index"))
     ids = [i if e is None else e for e, i in zip(explicit, index, strict=True)]
     if lists is not None:
         return [i if n is None else RolloutList(n) for i, n in zip(ids, lists, strict=True)], ()
@@ -182,93 +187,11 @@ def _adapter_name(value: Any) -> Hashable:
     return getattr(value, "name", value)  # type: ignore[no-any-return]
 
 
-def _rewards(values: list[Any], config: NormalizationConfig) -> list[Any]:
-    """Rewards as Python numbers, None where a row has none."""
-    if set(map(type, values)) <= {int, float, bool, type(None)} and config.reward_key is None:
-        return values
-    numbers, problems = [], {}
-    for row, value in enumerate(values):
-        try:
-            numbers.append(_number(value, config))
-        except (TypeError, ValueError) as problem:
-            problems[row] = str(problem)
-    if problems:
-        raise _bad_rewards(values, problems, config)
-    return numbers
-
-
-def _as_float64(numbers: list[Any], config: NormalizationConfig) -> np.ndarray[Any, Any]:
-    try:
-        return np.array([math.nan if value is None else value for value in numbers], dtype=np.float64)
-    except OverflowError:
-        rows = [row for row, value in enumerate(numbers) if value is not None and abs(value) > 2**1000]
-        raise _bad_rewards(numbers, dict.fromkeys(rows, "an integer beyond float64"), config) from None
-
-
-def _number(value: Any, config: NormalizationConfig) -> Any:
-    """A reward as a Python number, None where there is none; TypeError or ValueError says what is wrong with it."""
-    if config.reward_key is not None and value is not None:
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{_kind(value)}, not a dict with the key {config.reward_key!r}")
-        if config.reward_key not in value:
-            raise ValueError(f"a dict with the keys {sorted(map(str, value))}")
-        value = value[config.reward_key]
-    if isinstance(value, Mapping):
-        raise TypeError(f"a dict with the keys {sorted(map(str, value))}")
-    if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) != 1:
-        raise TypeError(f"{_kind(value)} of shape {tuple(value.shape)}")
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        value = value.item()
-    if isinstance(value, str) and config.coerce_numeric_strings:
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"the str {value[:40]!r}, which is no number") from None
-    if value is None or isinstance(value, int | float):
-        return value
-    if isinstance(value, str):
-        raise TypeError(f"the str {value[:40]!r}")
-    if isinstance(value, bytes | bytearray):  # float() would parse them
-        raise TypeError(_kind(value))
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(_kind(value)) from None
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"[:60] if isinstance(value, int | float | str) else type(value).__name__
-
-
-def _bad_rewards(values: list[Any], problems: dict[int, str], config: NormalizationConfig) -> RewardError:
-    rows = list(problems)
-    got = "; ".join(f"row {row}: {problems[row]}" for row in rows[:10])
-    keys = {str(key) for row in rows if isinstance(values[row], Mapping) for key in values[row]}
-    if config.reward_key is not None:
-        expected = f"a dict with the key {config.reward_key!r} whose value is a number"
-        remedy = "give every row the same kind of reward, or set reward_key to a key that all have"
-    else:
-        expected = "a number per row, None where there is none"
-        remedy = "convert rewards to numbers when they are made"
-        if keys:
-            remedy = f"set reward_key to the entry to train on (keys seen: {', '.join(sorted(keys))})"
-        elif any(isinstance(values[row], str) for row in rows):
-            remedy += "; coerce_numeric_strings=True reads strings such as '0.5' as numbers"
-    return RewardError(
-        f"reward of {format_rows(rows)}",
-        got=got + ("; ..." if len(rows) > 10 else ""),
-        expected=expected,
-        reason="rewards of a prompt group are averaged, and what is no number cannot be",
-        remedy=remedy,
-        rows=rows,
-    )
-
-
 def _trainable_tokens(rows: list[Any]) -> list[int]:
     counts: list[int] = []
     problems: dict[int, str] = {}
-    lengths = _field(rows, "response_length")
-    for row, (mask, length) in enumerate(zip(_field(rows, "loss_mask"), lengths, strict=True)):
+    lengths = row_field(rows, "response_length")
+    for row, (mask, length) in enumerate(zip(row_field(rows, "loss_mask"), lengths, strict=True)):
         try:
             counts.append(_length(length) if mask is None else count_mask(mask))
         except (TypeError, ValueError) as problem:

@@ -12,31 +12,66 @@ from typing import Final
 from torch import Tensor
 
 from miles_norm.advantages.dr_grpo import dr_grpo_advantages
+from miles_norm.advantages.gdpo import gdpo_advantages
 from miles_norm.advantages.grpo import grpo_advantages
+from miles_norm.advantages.inputs import EstimatorInputs
+from miles_norm.advantages.maxrl import maxrl_advantages
+from miles_norm.advantages.opo import opo_advantages
+from miles_norm.advantages.pass_at_k import analytic_pass_at_k_advantages, topk_gap_advantages
 from miles_norm.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline_advantages
 from miles_norm.advantages.rloo import rloo_advantages
+from miles_norm.advantages.whitening import whitened
 from miles_norm.config import NormalizationConfig
-from miles_norm.statistics import SegmentStatistics
 
-__all__ = ["ESTIMATORS", "Estimator"]
+__all__ = ["ESTIMATORS", "Estimator", "EstimatorInputs", "whitened"]
 
 
 @dataclass(frozen=True)
 class Estimator:
     """How the hall calls an estimator, and how its arithmetic is written down for one rollout."""
 
-    compute: Callable[[Tensor, Tensor, SegmentStatistics, NormalizationConfig], Tensor]
+    compute: Callable[[EstimatorInputs], Tensor]
     formula: Callable[[NormalizationConfig], str]
-    """The formula with ``{reward}``, ``{mean}``, ``{std}``, ``{epsilon}`` and ``{n}`` left to fill in."""
+    """The formula with ``{reward}``, ``{mean}``, ``{std}``, ``{epsilon}``, ``{n}``, ``{maximum}`` and ``{baseline}``
+    left to fill in."""
+    zero_where_equal: bool = True
+    """Whether a group whose rewards are all equal gives 0; an estimator of components compares these instead."""
 
 
-def _grpo(rewards: Tensor, group: Tensor, statistics: SegmentStatistics, config: NormalizationConfig) -> Tensor:
-    epsilon = config.std_epsilon if config.grpo_std_normalization else None
-    return grpo_advantages(rewards, group, statistics, std_epsilon=epsilon)
+def _grpo(x: EstimatorInputs) -> Tensor:
+    epsilon = x.config.std_epsilon if x.config.grpo_std_normalization else None
+    return grpo_advantages(x.rewards, x.group, x.statistics, std_epsilon=epsilon)
 
 
 def _grpo_formula(config: NormalizationConfig) -> str:
     return "({reward} - {mean}) / ({std} + {epsilon})" if config.grpo_std_normalization else "{reward} - {mean}"
+
+
+def _opo(x: EstimatorInputs) -> Tensor:
+    return opo_advantages(x.rewards, x.group, x.statistics, tokens=x.tokens, members=x.members)
+
+
+def _pass_at_k(x: EstimatorInputs) -> Tensor:
+    options = x.config.options
+    if options.pass_at_k == "analytic":
+        return analytic_pass_at_k_advantages(x.rewards, x.group, x.statistics, x.counted, k=options.k or 1)
+    return topk_gap_advantages(x.rewards, x.group, x.statistics, x.counted)
+
+
+def _pass_at_k_formula(config: NormalizationConfig) -> str:
+    if config.options.pass_at_k == "analytic":
+        return f"pass@{config.options.k} of a reward of {{reward}} among {{n}} with mean {{mean}}"
+    return "the lead of the best over the second best if {reward} is the best alone, {maximum}, else 0"
+
+
+def _gdpo(x: EstimatorInputs) -> Tensor:
+    weights, ddof = x.config.options.component_weights, x.config.std_ddof
+    return gdpo_advantages(x.components, weights, x.group, x.counted, ddof=ddof, std_epsilon=x.config.std_epsilon)
+
+
+def _gdpo_formula(config: NormalizationConfig) -> str:
+    terms = " + ".join(f"{weight:g} * z({name})" for name, weight in config.options.component_weights.items())
+    return f"({terms}) / (deviation over the batch + {{epsilon}}), z normalized over the group"
 
 
 def _centred(config: NormalizationConfig) -> str:
@@ -49,12 +84,19 @@ ESTIMATORS: Final = MappingProxyType(
     {
         "grpo": _GRPO,
         "gspo": _GRPO,
-        "dr_grpo": Estimator(lambda r, g, s, _: dr_grpo_advantages(r, g, s), _centred),
+        "dr_grpo": Estimator(lambda x: dr_grpo_advantages(x.rewards, x.group, x.statistics), _centred),
         "rloo": Estimator(
-            lambda r, g, s, _: rloo_advantages(r, g, s), lambda _: "({reward} - {mean}) * {n} / ({n} - 1)"
+            lambda x: rloo_advantages(x.rewards, x.group, x.statistics),
+            lambda _: "({reward} - {mean}) * {n} / ({n} - 1)",
         ),
+        "opo": Estimator(_opo, lambda _: "{reward} - {baseline}, the mean weighted by trainable tokens"),
+        "maxrl": Estimator(
+            lambda x: maxrl_advantages(x.rewards, x.group, x.statistics), lambda _: "({reward} - {mean}) / {mean}"
+        ),
+        "pass_at_k": Estimator(_pass_at_k, _pass_at_k_formula),
+        "gdpo": Estimator(_gdpo, _gdpo_formula, zero_where_equal=False),
         "reinforce_plus_plus_baseline": Estimator(
-            lambda r, g, s, _: reinforce_plus_plus_baseline_advantages(r, g, s), _centred
+            lambda x: reinforce_plus_plus_baseline_advantages(x.rewards, x.group, x.statistics), _centred
         ),
     }
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_norm import NormalizationConfig
-from miles_norm.config import parse_yaml
+from miles_norm.config import EstimatorOptions, parse_yaml
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,9 +32,12 @@ def test_readme_example_is_the_shipped_example_and_prints_what_it_shows() -> Non
 
 def test_table_of_defaults_lists_every_setting_with_its_default() -> None:
     table = SEMANTICS.split("## Defaults")[1].split("##")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|$", table, flags=re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|$", table, flags=re.MULTILINE))
     shown = {name: parse_yaml(value, "the table") for name, value in rows.items()}
-    assert shown == NormalizationConfig().model_dump()
+    shown = {name: tuple(value) if isinstance(value, list) else value for name, value in shown.items()}
+    defaults = NormalizationConfig().model_dump()
+    options = defaults.pop("options")
+    assert shown == defaults | {f"options.{name}": value for name, value in options.items()}
 
 
 @pytest.mark.parametrize("name", sorted(re.findall(r"\]\(([^)#:]+)\)", README + SEMANTICS)))
@@ -42,8 +45,16 @@ def test_links_lead_to_files(name: str) -> None:
     assert (ROOT / name).exists()
 
 
-@pytest.mark.parametrize("setting", sorted(NormalizationConfig.model_fields))
+@pytest.mark.parametrize("setting", sorted({*NormalizationConfig.model_fields, *EstimatorOptions.model_fields}))
 def test_semantics_explains_every_setting_beyond_the_table(setting: str) -> None:
     rest = SEMANTICS.replace(SEMANTICS.split("## Defaults")[1].split("##")[0], "")
-    documented_by_the_equations = {"std_epsilon", "std_ddof", "advantage_estimator", "device", "coerce_numeric_strings"}
-    assert f"`{setting}" in rest or setting in documented_by_the_equations
+    documented_by_the_equations = {
+        "std_epsilon",
+        "std_ddof",
+        "advantage_estimator",
+        "device",
+        "coerce_numeric_strings",
+        "options",
+        "k",
+    }
+    assert f"`{setting}" in rest or f"`options.{setting}" in rest or setting in documented_by_the_equations

@@ -41,6 +41,7 @@ ROOMS = (
     "ids",
     "columns",
     "masks",
+    "sample_rewards",
     "sample_columns",
     "runs",
     "grouping",

@@ -16,7 +16,7 @@ def test_config_prints_what_it_reads(run: Callable[..., Run], tmp_path: Path) ->
     path.write_text(shown.out, encoding="utf-8")
     assert NormalizationConfig.from_yaml(path) == NormalizationConfig(advantage_estimator="rloo", std_epsilon=1e-4)
     fields = set(NormalizationConfig.model_fields)
-    assert {line.split(":")[0] for line in shown.lines if not line.startswith("#")} == fields
+    assert {line.split(":")[0] for line in shown.lines if not line.startswith(("#", " "))} == fields
     # A comment above every field.
     assert all(shown.lines[n - 1].startswith("#") for n, line in enumerate(shown.lines) if line.split(":")[0] in fields)
     assert run("config", "--config", path).out == shown.out

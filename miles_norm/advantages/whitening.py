@@ -1,0 +1,59 @@
+"""Bring advantages to one scale over the batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from miles_norm.statistics import segment_statistics
+
+__all__ = ["whitened"]
+
+
+def whitened(
+    advantages: Tensor,
+    counted: Tensor,
+    *,
+    tokens: Tensor | None = None,
+    shift: bool = False,
+    ddof: int = 1,
+    std_epsilon: float = 1e-6,
+) -> Tensor:
+    r"""Divide advantages by their standard deviation over the batch.
+
+    .. math:: A_i' = \frac{A_i - [\text{shift}]\, m}{s + \epsilon}, \qquad m = \frac{\sum_i w_i A_i}{\sum_i w_i},
+              \qquad s^2 = \frac{\sum_i w_i (A_i - m)^2}{\sum_i w_i - \mathrm{ddof}}
+
+    Source: the batch stage of REINFORCE++ (arXiv:2501.03262). Why no shift unless asked for: group baselines have
+    centred the advantages already, and a shift changes the sign of those near 0.
+
+    Args:
+        advantages: float64 ``[R]``.
+        counted: bool ``[R]``; only these enter m and s.
+        tokens: int64 ``[R]``, trainable tokens as weights w; None weighs every rollout 1.
+        shift: Subtract m as well.
+        ddof: 1 for the sample standard deviation, 0 for the population's.
+        std_epsilon: Added to s.
+
+    Returns:
+        float64 ``[R]``. With fewer than two counted rollouts, no weight, or advantages that are all equal there is no
+        scale, and nothing is changed.
+
+    >>> advantages = torch.tensor([2.0, -2.0, 0.0], dtype=torch.float64)  # deviation 2
+    >>> [round(a, 5) for a in whitened(advantages, torch.ones(3, dtype=torch.bool)).tolist()]
+    [1.0, -1.0, 0.0]
+    """
+    values = advantages[counted]
+    weight = torch.ones_like(values) if tokens is None else tokens[counted].to(torch.float64)
+    values, weight = values[weight > 0], weight[weight > 0]
+    if len(values) < 2 or bool((values == values[0]).all()):
+        return advantages
+    total = float(weight.sum())  # whole numbers: exact in any order
+    mean = _sum(weight * values) / total
+    std = (_sum(weight * (values - mean).square()) / (total - ddof)).sqrt()
+    return (advantages - mean if shift else advantages) / (std + std_epsilon)
+
+
+def _sum(values: Tensor) -> Tensor:
+    """A sum whose bits do not depend on the order of the values."""
+    return segment_statistics(values, torch.tensor([len(values)], device=values.device)).total

@@ -1,0 +1,22 @@
+"""Settings: frozen models that reject what does not fit and never rewrite it.
+
+Nothing here imports torch or an optional package, so that a launcher can check a config on a login node.
+"""
+
+from miles_norm.config.base import parse_yaml
+from miles_norm.config.loss import LossConfig
+from miles_norm.config.normalization import (
+    PASS_THROUGH_ESTIMATORS,
+    AdvantageEstimator,
+    EstimatorOptions,
+    NormalizationConfig,
+)
+
+__all__ = [
+    "PASS_THROUGH_ESTIMATORS",
+    "AdvantageEstimator",
+    "EstimatorOptions",
+    "LossConfig",
+    "NormalizationConfig",
+    "parse_yaml",
+]

@@ -1,0 +1,171 @@
+"""What all config models share: strict types, errors of our own tree, YAML in and out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from miles_norm.errors import ConfigError, MissingDependencyError
+
+__all__ = ["Config", "parse_yaml", "refuse_contradictions"]
+
+
+# YAML 1.1, which PyYAML follows, reads 1e-6 as a string; YAML 1.2 and everybody's eyes read a number.
+_EXPONENT_FLOAT: Final = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+class Config(BaseModel):
+    """What all config models share: frozen, strict types, no unknown field, errors of our own tree,
+    YAML in and out."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _config_error(type(self), error) from None
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Self:
+        """Read a YAML file (a path) with one mapping of field names to values.
+
+        Raises:
+            ConfigError: no such file, no valid YAML, no mapping, a key twice, an unknown field, a wrong value.
+            MissingDependencyError: PyYAML is not installed.
+        """
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"config file {source}",
+                got=str(error),
+                expected="a readable YAML file in UTF-8",
+                reason="settings come from nowhere else",
+                remedy="check the path",
+            ) from None
+        data = parse_yaml(text, str(source))
+        if not isinstance(data, Mapping):
+            raise ConfigError(
+                f"config file {source}",
+                got=type(data).__name__ if data is not None else "an empty file",
+                expected="one mapping of field names to values",
+                reason="every setting has a name",
+                remedy=f"write lines such as 'advantage_estimator: grpo'; fields: {', '.join(cls.model_fields)}",
+            )
+        return cls(**{str(key): value for key, value in data.items()})
+
+    def to_yaml(self, *, comments: bool = False) -> str:
+        """All fields with their values, defaults included; ``from_yaml`` reads it back to an equal model.
+
+        With ``comments`` each field's documentation stands above it.
+        """
+        yaml = _yaml()
+
+        class Dumper(yaml.SafeDumper):  # type: ignore[name-defined,misc]
+            """Quotes the strings that our loader would read as numbers."""
+
+        Dumper.add_implicit_resolver(*_EXPONENT_FLOAT)
+        lines = []
+        for name, field in type(self).model_fields.items():
+            if comments and field.description:
+                lines += [f"# {line}".rstrip() for line in field.description.splitlines()]
+            value = getattr(self, name)
+            if isinstance(value, Config):
+                nested = value.to_yaml(comments=comments).splitlines()
+                lines += [f"{name}:", *(f"  {line}" for line in nested)]
+                continue
+            entry = yaml.dump({name: list(value) if isinstance(value, tuple) else value}, Dumper=Dumper, width=10**6)
+            lines.append(entry.rstrip("\n"))
+        return "\n".join(lines) + "\n"
+
+
+def refuse_contradictions(model: str, checks: list[tuple[bool, str, str, str]]) -> None:
+    """Raise the first contradiction of a list of (contradicts, got, reason, remedy)."""
+    for contradicts, got, reason, remedy in checks:
+        if contradicts:
+            raise ConfigError(model, got=got, expected="settings that agree", reason=reason, remedy=remedy)
+
+
+def _config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
+    problems = error.errors(include_url=False)
+    for problem in problems:
+        inner = problem.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError):
+            return inner
+    got, expected = [], []
+    for problem in problems:
+        name = ".".join(str(part) for part in problem["loc"])
+        got.append(f"{name}={problem['input']!r}")
+        message = problem["msg"][:1].lower() + problem["msg"][1:]
+        if problem["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, model.model_fields, n=1)
+            message = "no such field" + (f" (did you mean {close[0]!r}?)" if close else "")
+        expected.append(f"{name}: {message}")
+    return ConfigError(
+        model.__name__,
+        got=", ".join(got),
+        expected="; ".join(expected),
+        reason="a setting that is not understood would change the training signal in silence",
+        remedy="mend it; `miles-norm config` prints every field with its meaning",
+    )
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Parse YAML without constructing objects; ``1e-6`` is a number, and a key given twice is an error.
+
+    Raises:
+        ConfigError: ``text`` is no valid YAML; the message names ``name`` and the line.
+
+    >>> parse_yaml("std_epsilon: 1e-6", "example")
+    {'std_epsilon': 1e-06}
+    """
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+            if twice:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"keys given twice: {', '.join(twice)}", node.start_mark
+                )
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
+
+    Loader.add_implicit_resolver(*_EXPONENT_FLOAT)
+    try:
+        return yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"YAML in {name}",
+            got=" ".join(str(error).split()) or type(error).__name__,
+            expected="valid YAML",
+            reason="settings are not guessed from broken text",
+            remedy="mend the named line",
+        ) from None
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise MissingDependencyError(
+            "YAML configs",
+            got="no package 'yaml'",
+            expected="PyYAML",
+            reason="the core has no YAML parser of its own",
+            remedy="pip install 'miles-norm[yaml]'",
+        ) from None
+    return yaml
