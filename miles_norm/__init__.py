@@ -8,29 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_norm.columns import RolloutColumns
-    from miles_norm.config import LossConfig, NormalizationConfig
+    from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig
     from miles_norm.conversion import convert_samples_to_train_data
     from miles_norm.dumps import RolloutDump, read_dump, write_dump
     from miles_norm.errors import MilesNormError
+    from miles_norm.filters import filter_rollouts
     from miles_norm.grouping import RolloutIndex
     from miles_norm.loss import loss_weights
-    from miles_norm.normalize import NormalizedRewards, normalize_columns, normalize_rewards
+    from miles_norm.normalize import normalize_columns, normalize_rewards
+    from miles_norm.result import NormalizedRewards
     from miles_norm.samples import Sample
     from miles_norm.train_data import TrainData
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "FilterConfig": "config",
     "LossConfig": "config",
     "MilesNormError": "errors",
     "NormalizationConfig": "config",
-    "NormalizedRewards": "normalize",
+    "NormalizedRewards": "result",
     "RolloutColumns": "columns",
     "RolloutDump": "dumps",
     "RolloutIndex": "grouping",
     "Sample": "samples",
     "TrainData": "train_data",
     "convert_samples_to_train_data": "conversion",
+    "filter_rollouts": "filters",
     "loss_weights": "loss",
     "normalize_columns": "normalize",
     "normalize_rewards": "normalize",
@@ -39,6 +43,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "FilterConfig",
     "LossConfig",
     "MilesNormError",
     "NormalizationConfig",
@@ -49,6 +54,7 @@ __all__ = [
     "Sample",
     "TrainData",
     "convert_samples_to_train_data",
+    "filter_rollouts",
     "loss_weights",
     "normalize_columns",
     "normalize_rewards",

@@ -12,8 +12,9 @@ from torch import Tensor
 from miles_norm.config import LossConfig, NormalizationConfig
 from miles_norm.errors import SampleError, format_rows
 from miles_norm.loss import loss_weights
-from miles_norm.normalize import NormalizedRewards, normalize_rewards
+from miles_norm.normalize import normalize_rewards
 from miles_norm.ragged import Ragged
+from miles_norm.result import NormalizedRewards
 from miles_norm.sample_columns import flatten_samples, row_field
 from miles_norm.train_data import TrainData
 

@@ -13,7 +13,7 @@ from miles_norm.grouping import RolloutIndex
 from miles_norm.rewards import RolloutRewards, any_row
 from miles_norm.statistics import SegmentStatistics, segment_statistics
 
-__all__ = ["Exclusion", "GroupedRewards", "component_statistics", "group_rewards", "rollout_components"]
+__all__ = ["Exclusion", "GroupedRewards", "group_rewards"]
 
 
 class Exclusion(IntEnum):
@@ -29,7 +29,13 @@ class Exclusion(IntEnum):
     SMALL_GROUP = 4
     """Its group has fewer counted rollouts than ``min_group_size``."""
     ZERO_VARIANCE = 5
-    """All rewards of its group are equal, under ``zero_variance_groups="drop_from_loss"``."""
+    """All rewards of its group are equal, under ``zero_variance_groups="drop_from_loss"`` or by a filter."""
+    TRUNCATED = 6
+    """A row of it ended by length; dropped by a filter."""
+    UNSCORED_GROUP = 7
+    """A rollout of its group is unscored; dropped by a filter."""
+    INCOMPLETE_GROUP = 8
+    """Its group has fewer rollouts than ``n_samples_per_prompt``; dropped by a filter."""
 
 
 class GroupedRewards:
@@ -44,6 +50,10 @@ class GroupedRewards:
         self.exclusion: Tensor | None = None
         self.members: Tensor | None = None
         self.statistics: SegmentStatistics
+        self.components: dict[str, tuple[Tensor, SegmentStatistics]] = {}
+        """Per reward component float64 ``[R]`` and its group statistics; empty unless components are normalized."""
+        self.without_signal: Tensor
+        """bool ``[G]``: all counted rewards of the group are equal, or it has one whose advantage is 0 by rule."""
 
     @property
     def counted(self) -> Tensor | None:
@@ -78,40 +88,44 @@ def group_rewards(
     grouped.members = chosen
     values = rewards.values if chosen is None else rewards.values[chosen]
     grouped.statistics = segment_statistics(values, count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance)
+    grouped.components = _components(columns, rewards, grouped, config)
+    grouped.without_signal = _without_signal(grouped, config)
     if config.zero_variance_groups == "drop_from_loss":
-        silent = _without_signal(columns, rewards, grouped, config)
-        if not config.normalizes_groups or config.singleton == "raw":
-            silent = silent & (count > 1)
-        grouped.exclude(silent[index.rollout_group], Exclusion.ZERO_VARIANCE)
+        grouped.exclude(grouped.without_signal[index.rollout_group], Exclusion.ZERO_VARIANCE)
     return grouped
 
 
-def _without_signal(
+def _components(
     columns: RolloutColumns, rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig
-) -> Tensor:
-    """bool ``[G]``: all rewards are equal; where components are normalized on their own, each of them is."""
-    if config.advantage_estimator != "gdpo":
-        return grouped.statistics.equal
-    silent = torch.ones_like(grouped.statistics.equal)
-    for component in rollout_components(columns, rewards).values():
-        silent &= component_statistics(component, grouped, config).equal
-    return silent
-
-
-def rollout_components(columns: RolloutColumns, rewards: RolloutRewards) -> dict[str, Tensor]:
-    """Each reward component of the row that speaks, float64 ``[R]``; NaN where it lacks the component."""
-    if columns.components is None or rewards.speaker is None:
+) -> dict[str, tuple[Tensor, SegmentStatistics]]:
+    """Each component of the row that speaks, and its statistics over the counted rollouts of a group that have it."""
+    if columns.components is None or rewards.speaker is None or config.advantage_estimator != "gdpo":
         return {}
-    return {name: column[rewards.speaker] for name, column in columns.components.items()}
+    group, members = grouped.index.rollout_group, grouped.members
+    components = {}
+    for name, column in columns.components.items():
+        component = column[rewards.speaker]
+        order = torch.arange(len(component), device=component.device) if members is None else members
+        order = order[~torch.isnan(component[order])]
+        count = torch.bincount(group[order], minlength=grouped.index.num_groups)
+        statistics = segment_statistics(
+            component[order], count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance
+        )
+        components[name] = (component, statistics)
+    return components
 
 
-def component_statistics(component: Tensor, grouped: GroupedRewards, config: NormalizationConfig) -> SegmentStatistics:
-    """Statistics of one component per group, over the counted rollouts that have it."""
-    group, order = grouped.index.rollout_group, grouped.members
-    order = torch.arange(len(component), device=component.device) if order is None else order
-    order = order[~torch.isnan(component[order])]
-    count = torch.bincount(group[order], minlength=grouped.index.num_groups)
-    return segment_statistics(component[order], count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance)
+def _without_signal(grouped: GroupedRewards, config: NormalizationConfig) -> Tensor:
+    """bool ``[G]``: all rewards are equal; where components are normalized on their own, each of them is.
+
+    A group of one is left out where its reward is passed on.
+    """
+    silent = grouped.statistics.equal
+    if grouped.components:
+        silent = torch.stack([statistics.equal for _, statistics in grouped.components.values()]).all(dim=0)
+    if not config.normalizes_groups or config.singleton == "raw":
+        silent = silent & (grouped.statistics.count > 1)
+    return silent
 
 
 def _members(grouped: GroupedRewards) -> tuple[Tensor | None, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from miles_norm.advantages import ESTIMATORS
@@ -9,7 +10,7 @@ from miles_norm.config import NormalizationConfig
 from miles_norm.counting import Exclusion
 
 if TYPE_CHECKING:
-    from miles_norm.normalize import NormalizedRewards
+    from miles_norm.result import NormalizedRewards
 
 __all__ = ["explain_row"]
 
@@ -25,8 +26,18 @@ EXCLUSIONS = {
     Exclusion.UNSCORED: "no row that may speak has a reward (missing_reward is 'exclude')",
     Exclusion.UNTRAINED: "it has no trainable token (untrained_rollouts is 'exclude')",
     Exclusion.SMALL_GROUP: "its group has fewer counted rollouts than min_group_size",
-    Exclusion.ZERO_VARIANCE: "all rewards of its group are equal (zero_variance_groups is 'drop_from_loss')",
+    Exclusion.ZERO_VARIANCE: "all rewards of its group are equal, and such groups are dropped from the loss",
+    Exclusion.TRUNCATED: "a row of it was truncated, and a filter dropped it",
+    Exclusion.UNSCORED_GROUP: "a rollout of its group is unscored, and a filter dropped the group",
+    Exclusion.INCOMPLETE_GROUP: "its group is incomplete, and a filter dropped it",
 }
+
+IN_STATISTICS = {Exclusion.COUNTED, Exclusion.ZERO_VARIANCE} | {
+    Exclusion.TRUNCATED,
+    Exclusion.UNSCORED_GROUP,
+    Exclusion.INCOMPLETE_GROUP,
+}
+"""Rollouts that were dropped after their group was normalized are a part of its statistics."""
 
 _LISTED = 12
 
@@ -38,8 +49,9 @@ def explain_row(result: NormalizedRewards, row: int) -> str:
         IndexError: no such row.
     """
     index = result.index
-    if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < index.num_rows:
+    if isinstance(row, bool) or not hasattr(row, "__index__") or not 0 <= operator.index(row) < index.num_rows:
         raise IndexError(f"row {row!r}: expected a row number from 0 to {index.num_rows - 1}")
+    row = operator.index(row)
     rollout = int(index.row_rollout[row])
     group = int(index.rollout_group[rollout])
     lines = [
@@ -118,7 +130,7 @@ def _statistics(result: NormalizedRewards, group: int) -> str:
     inside = [
         rollout
         for rollout in index.rollouts_of_group(group)
-        if result.exclusion is None or int(result.exclusion[rollout]) in (Exclusion.COUNTED, Exclusion.ZERO_VARIANCE)
+        if result.exclusion is None or Exclusion(int(result.exclusion[rollout])) in IN_STATISTICS
     ]
     rewards = _listed([_number(value) for value in sorted(result.rollout_rewards[inside].tolist())])
     ddof = result.config.std_ddof

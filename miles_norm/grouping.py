@@ -271,7 +271,7 @@ def _contradictions(
                 f"prompts were mixed; set {config.group_key} on every row or pass prompt_group_sizes"
             )
     if sizes is not None and columns.group is not None and columns.group.missing is None:
-        mixed = _groups_with_several_ids(index, _with_adapter(columns.group, columns.adapter).codes)
+        mixed = _groups_with_several_ids(index, _with_adapter(columns.group, columns.adapter).codes, columns.padding)
         if mixed:
             warnings.append(
                 f"the sizes may be stale: rows with different {config.group_key} are in one group by "
@@ -298,7 +298,12 @@ def _ids_in_several_groups(index: RolloutIndex, first_row: Tensor) -> list[Hasha
     return list(dict.fromkeys(index.rollout_column.label(row) for row in rows))
 
 
-def _groups_with_several_ids(index: RolloutIndex, codes: Tensor) -> list[int]:
-    reference = codes[index.group_first_row.clamp(max=index.num_rows - 1)][index.row_group]
-    groups: list[int] = torch.unique(index.row_group[codes != reference]).tolist()
+def _groups_with_several_ids(index: RolloutIndex, codes: Tensor, padding: Tensor | None) -> list[int]:
+    real = slice(None) if padding is None else ~padding
+    codes, group = codes[real], index.row_group[real]
+    highest, lowest = (
+        codes.new_zeros(index.num_groups).scatter_reduce_(0, group, codes, reduce, include_self=False)
+        for reduce in ("amax", "amin")
+    )
+    groups: list[int] = torch.nonzero(highest != lowest)[:, 0].tolist()
     return groups

@@ -9,7 +9,7 @@ import torch
 from miles_norm.counting import Exclusion
 
 if TYPE_CHECKING:
-    from miles_norm.normalize import NormalizedRewards
+    from miles_norm.result import NormalizedRewards
 
 __all__ = ["result_metrics"]
 
@@ -44,7 +44,9 @@ def result_metrics(result: NormalizedRewards) -> dict[str, float]:
         "incomplete_groups": len(result.incomplete_groups),
         "warnings": len(result.warnings),
     }
-    for reason in (Exclusion.UNSCORED, Exclusion.UNTRAINED, Exclusion.SMALL_GROUP, Exclusion.ZERO_VARIANCE):
+    for reason in Exclusion:
+        if reason in (Exclusion.COUNTED, Exclusion.PADDING):
+            continue
         excluded = 0 if result.exclusion is None else int((result.exclusion == reason).sum())
         values[f"excluded_{reason.name.lower()}"] = excluded
     if len(fan_out):

@@ -156,6 +156,12 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)
     """Keys that are no field of this class, kept as they are."""
 
+    def __getattr__(self, name: str) -> Any:
+        # Called for unknown names only: a key of ``extra`` reads like a field, as it does in a dict of the same row.
+        if name != "extra" and name in self.extra:
+            return self.extra[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Self:
         """Read one row of a dump.

@@ -16,7 +16,7 @@ from miles_norm.counting import Exclusion
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
-    from miles_norm.normalize import NormalizedRewards
+    from miles_norm.result import NormalizedRewards
 
 __all__ = ["Selection", "explanation_json", "print_explanation", "select"]
 

@@ -15,7 +15,7 @@ from miles_norm.errors import ConfigError, DumpError, GroupingError
 
 if TYPE_CHECKING:
     from miles_norm.dumps import RolloutDump
-    from miles_norm.normalize import NormalizedRewards
+    from miles_norm.result import NormalizedRewards
 
 __all__ = ["Batch", "kept_warnings", "load", "read_config"]
 

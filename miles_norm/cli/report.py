@@ -27,7 +27,7 @@ from miles_norm.explain import GROUP_RULES
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
-    from miles_norm.normalize import NormalizedRewards
+    from miles_norm.result import NormalizedRewards
 
 __all__ = ["group_json", "print_report", "report_json", "row_json", "strict_json"]
 

@@ -9,7 +9,7 @@ from miles_norm.cli.summary import label
 from miles_norm.errors import ConfigError, format_rows
 
 if TYPE_CHECKING:
-    from miles_norm.normalize import NormalizedRewards
+    from miles_norm.result import NormalizedRewards
 
 __all__ = ["check_row", "find_groups", "find_rollouts"]
 

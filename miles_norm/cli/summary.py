@@ -12,7 +12,7 @@ from torch import Tensor
 from miles_norm.counting import Exclusion
 
 if TYPE_CHECKING:
-    from miles_norm.normalize import NormalizedRewards
+    from miles_norm.result import NormalizedRewards
 
 __all__ = [
     "GroupSummary",

@@ -4,6 +4,7 @@ Nothing here imports torch or an optional package, so that a launcher can check 
 """
 
 from miles_norm.config.base import parse_yaml
+from miles_norm.config.filters import FilterConfig
 from miles_norm.config.loss import LossConfig
 from miles_norm.config.normalization import (
     PASS_THROUGH_ESTIMATORS,
@@ -16,6 +17,7 @@ __all__ = [
     "PASS_THROUGH_ESTIMATORS",
     "AdvantageEstimator",
     "EstimatorOptions",
+    "FilterConfig",
     "LossConfig",
     "NormalizationConfig",
     "parse_yaml",

@@ -149,8 +149,8 @@ class NormalizationConfig(Config):
     denominators (Miles: include)."""
 
     truncated_rollouts: Literal["include", "untrain"] = "include"
-    """`untrain`: a rollout with a truncated row keeps its place in the statistics, but none of its
-    tokens is trained."""
+    """`untrain`: none of the tokens of a rollout with a truncated row is trained. It keeps its place in
+    the statistics unless `untrained_rollouts` is `exclude`."""
 
     zero_variance_groups: Literal["keep", "drop_from_loss"] = "keep"
     """`drop_from_loss`: rollouts of a group whose rewards are all equal are not trained and enter no

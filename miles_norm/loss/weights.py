@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.config import LossConfig
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 
 __all__ = ["loss_weights"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from miles_norm import MilesNormError, NormalizationConfig, RolloutDump, normalize_rewards, read_dump, write_dump
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 
 CASES = json.loads((Path(__file__).parent / "data" / "public_reports.json").read_text(encoding="utf-8"))
 

@@ -12,7 +12,7 @@ from batches import new_row
 
 from miles_norm import NormalizationConfig, RolloutColumns, normalize_columns, normalize_rewards
 from miles_norm.errors import RewardError, SampleError
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 
 NAN = math.nan
 

@@ -20,7 +20,6 @@ from miles_norm.errors import DumpError, MissingDependencyError
     ("name", "content", "message"),
     [
         ("x.json", b"{}", "the file name 'x.json'"),
-        ("x.parquet", b"PAR1", "the file name 'x.parquet'"),
         ("x.pt", b"", "an empty file"),
         ("x.jsonl", b"", "an empty file"),
         ("x.pt", pickle.dumps({"samples": [{}]}), "a bare pickle"),

@@ -10,7 +10,7 @@ from batches import new_row
 
 from miles_norm import NormalizationConfig, RolloutColumns, normalize_columns, normalize_rewards
 from miles_norm.errors import GroupingError, SampleError
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 from miles_norm.samples import AdapterRef
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from miles_norm import NormalizationConfig, RolloutColumns, Sample, normalize_columns, normalize_rewards
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 
 BASELINED = ["grpo", "gspo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"]
 SCALED = {"grpo", "gspo"}

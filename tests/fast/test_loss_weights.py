@@ -5,7 +5,7 @@ import torch
 
 from miles_norm import LossConfig, NormalizationConfig, RolloutColumns, loss_weights, normalize_columns
 from miles_norm.errors import ConfigError
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 
 # Rollout A has rows of 50 and 100 tokens, B three rows of 30, C one of 40: R = 3, N = 6, 280 tokens.
 TOKENS = [50, 100, 30, 30, 30, 40]

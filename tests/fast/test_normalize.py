@@ -16,7 +16,7 @@ from batches import new_row
 
 from miles_norm import NormalizationConfig, RolloutColumns, Sample, normalize_columns, normalize_rewards
 from miles_norm.errors import ConfigError, GroupingError, SampleError
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 
 # Group 0: rollouts 1 (two rows) and 0; group 1: one rollout, unscored.
 ROWS = [
@@ -66,6 +66,7 @@ def test_metrics(result: NormalizedRewards) -> None:
         "rows": 4, "rollouts": 3, "groups": 2, "counted_rollouts": 2, "trained_rows": 3, "trainable_tokens": 6,
         "singleton_groups": 0, "zero_variance_groups": 0, "incomplete_groups": 1, "warnings": 0,
         "excluded_unscored": 1, "excluded_untrained": 0, "excluded_small_group": 0, "excluded_zero_variance": 0,
+        "excluded_truncated": 0, "excluded_unscored_group": 0, "excluded_incomplete_group": 0,
         "fan_out_mean": 4 / 3, "fan_out_max": 2, "row_reward_mean": 2 / 3, "reward_mean": 0.5, "reward_std": 0.5,
         "advantage_min": -0.5, "advantage_max": 0.5,
     }  # fmt: skip

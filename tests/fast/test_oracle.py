@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 
 from miles_norm import MilesNormError, NormalizationConfig, normalize_rewards
 from miles_norm.counting import Exclusion
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 
 
 def expected(batch: Batch, config: NormalizationConfig) -> oracle.Answer | str:

@@ -11,7 +11,7 @@ from batches import new_row
 
 from miles_norm import NormalizationConfig, normalize_rewards
 from miles_norm.errors import DisagreeingRewardsError, MissingRewardError, RewardError
-from miles_norm.normalize import NormalizedRewards
+from miles_norm.result import NormalizedRewards
 from miles_norm.sample_columns import RolloutList
 
 NAN = math.nan

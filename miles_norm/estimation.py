@@ -1,0 +1,114 @@
+"""One advantage per rollout: an estimator's formula, then the rules that hold for all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from miles_norm.advantages import ESTIMATORS, EstimatorInputs, whitened
+from miles_norm.config import NormalizationConfig
+from miles_norm.counting import GroupedRewards
+from miles_norm.errors import GroupingError, RewardError, format_rows
+from miles_norm.grouping import RolloutIndex
+from miles_norm.rewards import RolloutRewards
+
+__all__ = ["rollout_advantages"]
+
+
+def rollout_advantages(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> Tensor:
+    """float32 ``[R]``: the estimator's formula, then the rules that hold for all of them."""
+    statistics = grouped.statistics
+    if not config.normalizes_groups:
+        advantages = rewards.values
+    else:
+        if config.singleton == "error" and bool((statistics.count == 1).any()):
+            raise _singletons(grouped, torch.nonzero(statistics.count == 1)[:, 0].tolist())
+        advantages = _estimate(rewards, grouped, config)
+    counted = grouped.counted
+    if counted is not None:
+        advantages = advantages.masked_fill(~counted, 0.0)
+    narrow = advantages.to(torch.float32)
+    finite = torch.isfinite(narrow)
+    if not bool(finite.all()):
+        raise _too_large(advantages, ~finite, grouped.index)
+    return narrow
+
+
+def _estimate(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> Tensor:
+    """float64 ``[R]``: the group stage, and whitening over the batch where it is asked for."""
+    index, statistics = grouped.index, grouped.statistics
+    estimator = ESTIMATORS[config.advantage_estimator]
+    inputs = _inputs(rewards, grouped, config)
+    try:
+        advantages = estimator.compute(inputs)
+    except (RewardError, GroupingError) as error:
+        raise _with_ids(error, index) from None
+    if estimator.zero_where_equal:
+        advantages = advantages.masked_fill(statistics.equal[index.rollout_group], 0.0)
+    if config.singleton == "raw":
+        advantages = torch.where((statistics.count == 1)[index.rollout_group], rewards.values, advantages)
+    if config.options.whitening == "none":
+        return advantages
+    return whitened(
+        advantages,
+        inputs.counted,
+        tokens=inputs.tokens if config.options.whitening == "token" else None,
+        shift=config.options.whitening_shift,
+        ddof=config.std_ddof,
+        std_epsilon=config.std_epsilon,
+    )
+
+
+def _inputs(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> EstimatorInputs:
+    return EstimatorInputs(
+        rewards=rewards.values,
+        group=grouped.index.rollout_group,
+        statistics=grouped.statistics,
+        members=grouped.members,
+        row_tokens=rewards.row_tokens,
+        row_rollout=grouped.index.row_rollout,
+        given_counted=grouped.counted,
+        components=grouped.components,
+        config=config,
+    )
+
+
+def _with_ids(error: RewardError | GroupingError, index: RolloutIndex) -> RewardError | GroupingError:
+    """An estimator numbers rollouts and groups; users know them by their ids and rows."""
+    numbers = error.rows
+    if isinstance(error, RewardError):
+        mask = torch.zeros(index.num_rollouts, dtype=torch.bool, device=index.row_rollout.device)
+        mask[list(numbers)] = True
+        rows = torch.nonzero(mask[index.row_rollout])[:, 0].tolist()
+        ids = [index.rollout_ids[number] for number in numbers]
+        subject = f"reward of {format_rows(rows)} ({format_rows(ids, 'rollout')})"
+    else:
+        rows = []
+        subject = format_rows([index.group_ids[number] for number in numbers], "prompt group")
+    return type(error)(
+        subject, got=error.got, expected=error.expected, reason=error.reason, remedy=error.remedy, rows=rows
+    )
+
+
+def _too_large(advantages: Tensor, rollouts: Tensor, index: RolloutIndex) -> RewardError:
+    """Rewards that fit float32 while their distance from the baseline, or their sum, does not."""
+    rows = torch.nonzero(rollouts[index.row_rollout])[:, 0].tolist()
+    return RewardError(
+        f"advantage of {format_rows(rows)}",
+        got=", ".join(f"{value:g}" for value in advantages[rollouts][:10].tolist()),
+        expected=f"a magnitude of at most {torch.finfo(torch.float32).max:.6g}",
+        reason="advantages are float32 and would become infinite",
+        remedy="rescale the rewards",
+        rows=rows,
+    )
+
+
+def _singletons(grouped: GroupedRewards, groups: list[int]) -> GroupingError:
+    ids = grouped.index.group_ids
+    return GroupingError(
+        format_rows([ids[group] for group in groups], "prompt group"),
+        got="one counted rollout each",
+        expected="at least two (singleton is 'error')",
+        reason="a lone rollout has nothing to be compared with",
+        remedy="sample more rollouts per prompt, or set singleton to 'zero' or 'raw'",
+    )
