@@ -1,19 +1,17 @@
-"""Read and write rollout dumps: Miles' and slime's ``.pt``, and JSON lines, plain or compressed.
+"""Read and write rollout dumps: Miles' and slime's ``.pt``, JSON lines, plain or compressed, Parquet and safetensors.
 
 A dump is read without running anything in it, and whatever is wrong with a file comes out as one DumpError.
 """
 
 import logging
 import os
-import stat
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from miles_norm.errors import DumpError, format_rows
+from miles_norm.files import open_existing, replacing
 from miles_norm.json_lines import open_writer, read_rows
 from miles_norm.plain_values import NotPlainError, json_line, plain_mapping
 from miles_norm.safe_pickle import load_checkpoint
@@ -21,7 +19,8 @@ from miles_norm.safe_pickle import load_checkpoint
 __all__ = ["RolloutDump", "read_dump", "write_dump"]
 
 Progress = Callable[[int, int], None]
-_SUFFIXES = (".pt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+_TABLES = (".parquet", ".safetensors")
+_SUFFIXES = (".pt", ".jsonl", ".jsonl.gz", ".jsonl.zst", *_TABLES)
 _logger = logging.getLogger("miles_norm")
 
 
@@ -42,25 +41,29 @@ def read_dump(path: str | os.PathLike[str], *, progress: Progress | None = None)
 
     Source: ``.pt`` is the ``torch.save`` zip of ``{"rollout_id", "metadata", "samples"}`` that Miles and slime write;
     the first two may be missing. ``.jsonl`` has one row per line; blank lines are skipped, NaN and Infinity are
-    read as Python's json does. ``.jsonl.gz`` and ``.jsonl.zst`` are the same, compressed.
+    read as Python's json does. ``.jsonl.gz`` and ``.jsonl.zst`` are the same, compressed. ``.parquet`` and
+    ``.safetensors`` have one column per key; a Parquet file from elsewhere is read as one dict of its columns per row.
 
     Args:
-        path: File ending in ``.pt``, ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst``.
-        progress: Called with (bytes done, bytes in all) while a file is read; a ``.pt`` is read in one step.
+        path: File ending in ``.pt``, ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``, ``.parquet`` or ``.safetensors``.
+        progress: Called with (bytes done, bytes in all) while JSON lines are read; other files are read in one step.
 
     Raises:
         UnsafeDumpError: A ``.pt`` that names classes or functions outside the allow-list. Nothing of it is run.
         DumpError: A file that is missing, damaged, of another kind, or without rows.
-        MissingDependencyError: ``.jsonl.zst`` without the package zstandard.
+        MissingDependencyError: ``.jsonl.zst`` without the package zstandard, ``.parquet`` without pyarrow,
+            ``.safetensors`` without safetensors.
     """
     subject = f"rollout dump {os.fspath(path)}"
     suffix = _suffix_of(path, subject)
-    with _open_existing(path, subject) as file:
+    with open_existing(path, subject) as file:
         size = os.fstat(file.fileno()).st_size
         if progress is not None:
             progress(0, size)
         if suffix == ".pt":
             dump = _dump_from_object(load_checkpoint(file, subject), subject)
+        elif suffix in _TABLES:
+            dump = _dump_from_table(path, suffix, subject)
         else:
             dump = RolloutDump(read_rows(file, suffix, subject, progress))
         if progress is not None:
@@ -79,25 +82,30 @@ def write_dump(dump: RolloutDump, path: str | os.PathLike[str], *, progress: Pro
     ``miles_norm`` names the metadata keys that are left out. Tensors and arrays become lists, NaN is written as
     ``NaN``.
 
+    ``.parquet`` and ``.safetensors`` keep everything, one column per key: token lists as lists of int64, log-probs as
+    lists of float64, ids with their types, mixed values as JSON.
+
     Args:
         dump: What to write; it must have rows.
-        path: File ending in ``.pt``, ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst``, in an existing folder.
+        path: File with one of the suffixes that ``read_dump`` takes, in an existing folder.
         progress: Called with (rows done, rows in all).
 
     Raises:
         DumpError: The folder is missing or not writable, there are no rows, or a value cannot be written in this
             format; the message names rows and keys.
-        MissingDependencyError: ``.jsonl.zst`` without the package zstandard.
+        MissingDependencyError: as for ``read_dump``.
     """
     subject = f"rollout dump {os.fspath(path)}"
     suffix = _suffix_of(path, subject)
     _check_head(dump.rollout_id, dump.metadata, subject)
     _check_rows(dump.samples, subject)
-    if suffix != ".pt" and dump.metadata:
+    if suffix.startswith(".jsonl") and dump.metadata:
         _logger.warning("%s: %s has no place for metadata; not written: %s", subject, suffix, _some(dump.metadata))
-    with _replacing(Path(path), subject) as file:
+    with replacing(Path(path), subject) as file:
         if suffix == ".pt":
             _save(dump, file, subject, progress)
+        elif suffix in _TABLES:
+            _save_table(dump, file, subject, progress, suffix)
         else:
             with open_writer(file, suffix) as stream:
                 for line in _plain_rows(dump, subject, progress, suffix):
@@ -115,6 +123,25 @@ def _save(dump: RolloutDump, file: BinaryIO, subject: str, progress: Progress | 
         raise OSError(f"torch.save failed: {error}") from error
 
 
+def _save_table(dump: RolloutDump, file: BinaryIO, subject: str, progress: Progress | None, suffix: str) -> None:
+    from miles_norm.storage.dump_files import save_rows
+
+    metadata = _plain_metadata(dump, subject)
+    rows = list(_plain_rows(dump, subject, progress, suffix))
+    try:
+        save_rows(rows, dump.rollout_id, metadata, file, suffix)
+    except NotPlainError as error:
+        bad = list(getattr(error, "rows", ()))
+        _refuse_value(subject, f"{f'{format_rows(bad)}, ' if bad else ''}key {error}", bad)
+
+
+def _dump_from_table(path: str | os.PathLike[str], suffix: str, subject: str) -> RolloutDump:
+    from miles_norm.storage.dump_files import load_rows
+
+    rows, rollout_id, metadata = load_rows(Path(path), suffix, subject)
+    return _dump_from_object({"samples": rows, "rollout_id": rollout_id, "metadata": metadata}, subject)
+
+
 def _suffix_of(path: str | os.PathLike[str], subject: str) -> str:
     name = Path(path).name.lower()
     for suffix in _SUFFIXES:
@@ -127,23 +154,6 @@ def _suffix_of(path: str | os.PathLike[str], subject: str) -> str:
         reason="the suffix says how the file is written",
         remedy="rename the file, or convert it to JSON lines with one row per line",
     )
-
-
-def _open_existing(path: str | os.PathLike[str], subject: str) -> BinaryIO:
-    expected, reason = "a regular file that can be read and is not empty", "the rows are read from this file"
-    try:
-        # A named pipe would block in open; only regular files are opened.
-        info = Path(path).stat()
-        if not stat.S_ISREG(info.st_mode):
-            got = "a folder" if stat.S_ISDIR(info.st_mode) else "a path that is no regular file"
-        elif info.st_size == 0:
-            got = "an empty file"
-        else:
-            return Path(path).open("rb")
-        cause = None
-    except (OSError, ValueError) as error:
-        got, cause = getattr(error, "strerror", None) or str(error), error
-    raise DumpError(subject, got=got, expected=expected, reason=reason, remedy="check the path") from cause
 
 
 def _dump_from_object(loaded: Any, subject: str) -> RolloutDump:
@@ -209,8 +219,8 @@ def _plain_rows(dump: RolloutDump, subject: str, progress: Progress | None, suff
     problem = ""
     for number, row in enumerate(dump.samples):
         try:
-            plain = plain_mapping(row, keep_arrays=suffix == ".pt")
-            yield plain if suffix == ".pt" else json_line(plain)
+            plain = plain_mapping(row, keep_arrays=not suffix.startswith(".jsonl"))
+            yield json_line(plain) if suffix.startswith(".jsonl") else plain
         except NotPlainError as error:
             problem = problem or str(error)
             bad.append(number)
@@ -232,33 +242,8 @@ def _refuse_value(subject: str, got: str, rows: list[int]) -> NoReturn:
     raise DumpError(
         subject,
         got=got,
-        expected="numbers, strings, booleans, None, tensors, arrays, and lists and dicts of them; bytes in .pt only",
+        expected="numbers, strings, booleans, None, tensors, arrays, lists and dicts of them; bytes, but not in .jsonl",
         reason="other values cannot be read back without the code that made them",
         remedy="convert these values to plain ones, or leave the key out",
         rows=rows,
     )
-
-
-@contextmanager
-def _replacing(path: Path, subject: str) -> Iterator[BinaryIO]:
-    """Write beside ``path`` and rename at the end, so that nobody ever reads half a dump."""
-    beside = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        with beside.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except DumpError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DumpError(
-            subject,
-            got=getattr(error, "strerror", None) or str(error),
-            expected="a file name in an existing folder with room, where files may be made",
-            reason="the dump is written beside its place first and then renamed",
-            remedy="make the folder, or write elsewhere",
-        ) from error
-    finally:
-        with suppress(OSError, ValueError):
-            beside.unlink(missing_ok=True)

@@ -1,0 +1,64 @@
+"""Open files that exist, and write files that appear whole or not at all."""
+
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from miles_norm.errors import DumpError
+
+__all__ = ["open_existing", "replacing"]
+
+
+def open_existing(path: str | os.PathLike[str], subject: str) -> BinaryIO:
+    """Open a regular file that is not empty.
+
+    Raises:
+        DumpError: there is none, or it cannot be read.
+    """
+    expected, reason = "a regular file that can be read and is not empty", "the rows are read from this file"
+    try:
+        # A named pipe would block in open; only regular files are opened.
+        info = Path(path).stat()
+        if not stat.S_ISREG(info.st_mode):
+            got = "a folder" if stat.S_ISDIR(info.st_mode) else "a path that is no regular file"
+        elif info.st_size == 0:
+            got = "an empty file"
+        else:
+            return Path(path).open("rb")
+        cause = None
+    except (OSError, ValueError) as error:
+        got, cause = getattr(error, "strerror", None) or str(error), error
+    raise DumpError(subject, got=got, expected=expected, reason=reason, remedy="check the path") from cause
+
+
+@contextmanager
+def replacing(path: Path, subject: str) -> Iterator[BinaryIO]:
+    """Write beside ``path`` and rename at the end, so that nobody ever reads half a file.
+
+    Raises:
+        DumpError: the folder is missing, full or not writable.
+    """
+    beside = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with beside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except DumpError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DumpError(
+            subject,
+            got=getattr(error, "strerror", None) or str(error),
+            expected="a file name in an existing folder with room, where files may be made",
+            reason="the dump is written beside its place first and then renamed",
+            remedy="make the folder, or write elsewhere",
+        ) from error
+    finally:
+        with suppress(OSError, ValueError):
+            beside.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""Rows of a rollout dump, as dicts, in columns and back: keys and their order, missing keys and None stay apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from miles_norm.plain_values import NotPlainError
+from miles_norm.storage import typed_json
+from miles_norm.storage.cells import NotPlainRowsError, decode_cells, encode_cells
+from miles_norm.storage.dtypes import COLUMN_DTYPES
+from miles_norm.storage.parquet_file import foreign_rows, load_parquet, save_parquet
+from miles_norm.storage.safetensors_file import load_safetensors, save_safetensors
+from miles_norm.storage.table import StoredColumn, StoredTable, reading
+
+__all__ = ["load_rows", "save_rows"]
+
+Progress = Callable[[int, int], None]
+Dump = tuple[Any, Any, Any]
+
+
+def save_rows(
+    rows: Sequence[dict[str, Any]], rollout_id: int | None, metadata: dict[str, Any], file: BinaryIO, suffix: str
+) -> None:
+    """Write plain rows as one column per key.
+
+    Args:
+        rows: As ``plain_mapping(..., keep_arrays=True)`` returns them.
+        rollout_id: Number of the rollout step.
+        metadata: Likewise plain.
+        file: Opened for binary writing.
+        suffix: ``.parquet`` or ``.safetensors``.
+
+    Raises:
+        NotPlainRowsError: values of rows that have no form in a file.
+        NotPlainError: the same in the metadata.
+        MissingDependencyError: without the package pyarrow or safetensors.
+    """
+    tensors: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> int | None:
+        if suffix != ".safetensors" or tensor.dtype not in COLUMN_DTYPES.values():
+            return None
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    keys = {key: None for row in rows for key in row}
+    numbers = {key: number for number, key in enumerate(keys)}
+    shapes: dict[tuple[str, ...], int] = {}
+    codes = torch.tensor([shapes.setdefault(tuple(row), len(shapes)) for row in rows], dtype=torch.int32)
+    columns = [StoredColumn("keys", "tensor", codes)]
+    bad: list[NotPlainRowsError] = []
+    for key in keys:
+        try:
+            columns.append(encode_cells(key, [row.get(key) for row in rows], keep))
+        except NotPlainRowsError as error:
+            bad.append(error)
+    if bad:
+        raise NotPlainRowsError(str(bad[0]), sorted({row for error in bad for row in error.rows}))
+    head = {
+        "rollout_id": rollout_id,
+        "metadata": metadata,
+        "keys": [[numbers[key] for key in shape] for shape in shapes],
+    }
+    try:
+        text = typed_json.dumps(head, keep)
+    except (TypeError, RecursionError) as error:
+        raise NotPlainError(f"'metadata': {error}") from error
+    table = StoredTable("rollout_dump", len(rows), columns, text, tensors)
+    if suffix == ".parquet":
+        save_parquet(table, file)
+    else:
+        save_safetensors(table, file)
+
+
+def load_rows(path: Path, suffix: str, subject: str) -> Dump:
+    """Rows, rollout_id and metadata; of a Parquet file from elsewhere only rows, a dict of all its columns each.
+
+    Raises:
+        DumpError: a file that is damaged or of another kind.
+        MissingDependencyError: without the package pyarrow or safetensors.
+    """
+    with reading(subject):
+        if suffix == ".safetensors":
+            found: Dump = load_safetensors(path, "rollout_dump", subject, None, _rows_of)
+            return found
+        rows = foreign_rows(path)
+        if rows is not None:
+            return rows, None, None
+        return _rows_of(load_parquet(path, "rollout_dump", subject, None))
+
+
+def _rows_of(table: StoredTable) -> Dump:
+    head = typed_json.loads(table.head, table.kept)
+    codes = table.columns[0].values.tolist()
+    names = [column.name for column in table.columns[1:]]
+    if table.columns[0].cell != "tensor" or len(set(names)) != len(names):
+        raise ValueError("columns that are no rows of a dump")
+    cells = [decode_cells(column, table.kept) for column in table.columns[1:]]
+    shapes = [[(names[number], cells[number]) for number in shape] for shape in head["keys"]]
+    rows = [{name: values[row] for name, values in shapes[code]} for row, code in enumerate(codes)]
+    return rows, head["rollout_id"], head["metadata"]

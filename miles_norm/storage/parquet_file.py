@@ -1,0 +1,146 @@
+"""Tables as Parquet files, in row groups of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from miles_norm.errors import MissingDependencyError
+from miles_norm.storage.parquet_columns import arrow_column, arrow_type, stored_column
+from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
+
+__all__ = ["foreign_rows", "load_parquet", "load_row_groups", "save_parquet"]
+
+_LAYOUT, _HEAD = b"miles_norm", b"miles_norm.head"
+_GROUP_ROWS, _GROUP_VALUES = 1 << 16, 1 << 22
+
+Progress = Callable[[int, int], None]
+
+
+def save_parquet(table: StoredTable, file: BinaryIO, progress: Progress | None = None) -> None:
+    """Write a table, one row group after the other, each of at most 65,536 rows and about 4 million list entries.
+
+    Tokens, masks and log-probs are large lists of one type; what Parquet lacks is JSON text. The layout and the JSON of
+    the head are in the metadata of the schema. Pages carry checksums.
+
+    Args:
+        table: What to write.
+        file: Opened for binary writing.
+        progress: Called with (rows done, rows in all) after each row group.
+
+    Raises:
+        OSError: the disk is full.
+        MissingDependencyError: the package pyarrow is not installed.
+    """
+    pa, parquet = pyarrow_package()
+    layout = Layout.of(table)
+    schema = pa.schema(
+        [pa.field(one.field, arrow_type(pa, one)) for one in layout.columns],
+        metadata={_LAYOUT: layout.text(), _HEAD: table.head},
+    )
+    # Dictionaries pay for repeated text; token ids and log-probs are as small without.
+    text = [one.field for one in layout.columns if one.cell in ("str", "json", "int")]
+    with parquet.ParquetWriter(
+        file, schema, compression="zstd", use_dictionary=text, write_page_checksum=True, write_statistics=False
+    ) as writer:
+        for start, stop in _groups(table):
+            parts = [column.rows(start, stop) for column in table.columns]
+            arrays = [arrow_column(pa, one, part) for one, part in zip(layout.columns, parts, strict=True)]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=stop - start)
+            if progress is not None:
+                progress(stop, table.num_rows)
+
+
+def load_parquet(path: Path, kind: str, subject: str, names: Collection[str] | None) -> StoredTable:
+    """Read all rows, one column after the other.
+
+    Args:
+        path: Of the file.
+        kind: ``train_data`` or ``rollout_dump``.
+        subject: What errors are about.
+        names: Columns to read; all by default.
+    """
+    with _opened(path) as (pa, file):
+        layout, head = _layout(file, kind, subject)
+        columns = []
+        for one in layout.columns:
+            if names is None or one.name in names:
+                # pyarrow 18 fails on a file without row groups.
+                table = file.read(columns=[one.field]) if file.num_row_groups else file.schema_arrow.empty_table()
+                columns.append(stored_column(pa, one, table.column(one.field), layout.num_rows))
+        return StoredTable(kind, layout.num_rows, columns, head)
+
+
+def load_row_groups(path: Path, kind: str, subject: str, names: Collection[str] | None) -> Iterator[StoredTable]:
+    """Read one row group at a time."""
+    with _opened(path) as (pa, file):
+        layout, head = _layout(file, kind, subject)
+        wanted = [one for one in layout.columns if names is None or one.name in names]
+        for number in range(file.num_row_groups):
+            table = file.read_row_group(number, columns=[one.field for one in wanted])
+            rows = file.metadata.row_group(number).num_rows
+            columns = [stored_column(pa, one, table.column(one.field), rows) for one in wanted]
+            yield StoredTable(kind, rows, columns, head)
+
+
+def foreign_rows(path: Path) -> list[dict[str, Any]] | None:
+    """The rows of a Parquet file that this library did not write, as dicts; None for one that it wrote."""
+    with _opened(path) as (_, file):
+        if _LAYOUT in (file.schema_arrow.metadata or {}):
+            return None
+        return [row for number in range(file.num_row_groups) for row in file.read_row_group(number).to_pylist()]
+
+
+def pyarrow_package() -> tuple[Any, Any]:
+    """The modules pyarrow and pyarrow.parquet.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+    """
+    try:
+        # The package has no annotations, and need not be there when types are checked.
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Parquet file",
+            got="no package pyarrow",
+            expected="the package pyarrow",
+            reason="it reads and writes this format",
+            remedy="pip install 'miles_norm[parquet]', or use another format",
+        ) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    pa, parquet = pyarrow_package()
+    with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        yield pa, file
+
+
+def _layout(file: Any, kind: str, subject: str) -> tuple[Layout, str]:
+    metadata = file.schema_arrow.metadata or {}
+    if _LAYOUT not in metadata:
+        refuse(subject, "a Parquet file that this library did not write", "write it with write_train_data(data, path)")
+    layout = read_layout(metadata[_LAYOUT], kind, subject)
+    if file.metadata.num_rows != layout.num_rows:
+        raise ValueError(f"{file.metadata.num_rows} rows, not {layout.num_rows}")
+    return layout, metadata[_HEAD].decode("ascii")
+
+
+def _groups(table: StoredTable) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that stay below both bounds; a row that is larger alone is a group of its own."""
+    cost = np.zeros(table.num_rows + 1, np.int64)
+    for column in table.columns:
+        if column.offsets is not None:
+            cost += column.offsets.cpu().numpy()
+    start = 0
+    while start < table.num_rows:
+        stop = int(np.searchsorted(cost, cost[start] + _GROUP_VALUES, side="right")) - 1
+        stop = min(max(stop, start + 1), start + _GROUP_ROWS, table.num_rows)
+        yield start, stop
+        start = stop

@@ -1,0 +1,117 @@
+"""Tables as safetensors files: a few flat tensors per column, which are mapped into memory, not read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_norm.errors import MissingDependencyError
+from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
+
+__all__ = ["load_safetensors", "save_safetensors"]
+
+_LAYOUT, _HEAD = "miles_norm", "head"
+
+
+def save_safetensors(table: StoredTable, file: BinaryIO) -> None:
+    """Write a table.
+
+    A column is the tensors ``FIELD.values``, ``FIELD.offsets`` (where its rows have lengths) and ``FIELD.valid`` (where
+    some are None). The layout is in the header under ``miles_norm``; ``head`` is JSON as bytes.
+
+    Raises:
+        OSError: the disk is full.
+        MissingDependencyError: the package safetensors is not installed.
+    """
+    package = _safetensors()
+    layout = Layout.of(table)
+    head = np.frombuffer(bytearray(table.head.encode("ascii")), np.uint8)
+    tensors: dict[str, Tensor] = {_HEAD: torch.from_numpy(head)}
+    for one, column in zip(layout.columns, table.columns, strict=True):
+        parts = {"values": column.values, "offsets": column.offsets, "valid": column.valid}
+        tensors.update({f"{one.field}.{part}": value for part, value in parts.items() if value is not None})
+    tensors.update({f"tensor.{number}": value for number, value in enumerate(table.tensors)})
+    try:
+        package.torch.save_file(_apart(tensors), os.fspath(file.name), {_LAYOUT: layout.text()})
+    except package.SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def load_safetensors(
+    path: Path, kind: str, subject: str, names: Collection[str] | None, finish: Callable[[StoredTable], Any]
+) -> Any:
+    """Map a table into memory and return what ``finish`` makes of it while the file is open.
+
+    The tensors are views of the mapping: nothing is read before it is used, writing to them changes a private copy of
+    the page, not the file.
+
+    Args:
+        path: Of the file.
+        kind: ``train_data`` or ``rollout_dump``.
+        subject: What errors are about.
+        names: Columns to load; all by default.
+        finish: Turns the table into its result.
+    """
+    with _safetensors().safe_open(os.fspath(path), framework="pt") as file:
+        text = (file.metadata() or {}).get(_LAYOUT)
+        if text is None:
+            refuse(
+                subject, "a safetensors file that this library did not write", "read it with the program that wrote it"
+            )
+        layout = read_layout(text, kind, subject)
+        present = set(file.keys())
+
+        def tensor(name: str) -> Tensor | None:
+            return _sound(file.get_tensor(name)) if name in present else None
+
+        columns = []
+        for one in layout.columns:
+            if names is None or one.name in names:
+                values, offsets = file.get_tensor(f"{one.field}.values"), tensor(f"{one.field}.offsets")
+                if one.ragged != (offsets is not None):
+                    raise ValueError(f"column {one.name!r:.50} with offsets that do not fit its kind")
+                columns.append(one.column(_sound(values), offsets, tensor(f"{one.field}.valid"), layout.num_rows))
+        head = str(file.get_tensor(_HEAD).numpy().tobytes(), "ascii")
+        return finish(StoredTable(
+            kind, layout.num_rows, columns, head, kept=lambda number: _sound(file.get_tensor(f"tensor.{number}"))
+        ))  # fmt: skip
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors on the CPU, no two of which share memory: the format has each of them once."""
+    seen: set[int] = set()
+    apart = {}
+    for name, given in tensors.items():
+        value = given.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        apart[name] = value.clone() if storage in seen else value
+        seen.add(storage)
+    return apart
+
+
+def _sound(value: Tensor) -> Tensor:
+    """The tensor; a bool one may only have the bytes 0 and 1."""
+    if value.dtype == torch.bool and value.numel() and int(value.view(torch.uint8).max()) > 1:
+        raise ValueError("a bool tensor with bytes other than 0 and 1")
+    return value
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingDependencyError(
+            "safetensors file",
+            got="no package safetensors",
+            expected="the package safetensors",
+            reason="it reads and writes this format",
+            remedy="pip install 'miles_norm[safetensors]', or use another format",
+        ) from error
+    return safetensors
