@@ -46,7 +46,8 @@ def read_dump(path: str | os.PathLike[str], *, progress: Progress | None = None)
 
     Args:
         path: File ending in ``.pt``, ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``, ``.parquet`` or ``.safetensors``.
-        progress: Called with (bytes done, bytes in all) while JSON lines are read; other files are read in one step.
+        progress: Called with (bytes done, bytes in all) while JSON lines and Parquet are read; other files are read in
+            one step.
 
     Raises:
         UnsafeDumpError: A ``.pt`` that names classes or functions outside the allow-list. Nothing of it is run.
@@ -63,7 +64,7 @@ def read_dump(path: str | os.PathLike[str], *, progress: Progress | None = None)
         if suffix == ".pt":
             dump = _dump_from_object(load_checkpoint(file, subject), subject)
         elif suffix in _TABLES:
-            dump = _dump_from_table(path, suffix, subject)
+            dump = _dump_from_table(Path(path), suffix, subject, progress)
         else:
             dump = RolloutDump(read_rows(file, suffix, subject, progress))
         if progress is not None:
@@ -135,10 +136,13 @@ def _save_table(dump: RolloutDump, file: BinaryIO, subject: str, progress: Progr
         _refuse_value(subject, f"{f'{format_rows(bad)}, ' if bad else ''}key {error}", bad)
 
 
-def _dump_from_table(path: str | os.PathLike[str], suffix: str, subject: str) -> RolloutDump:
+def _dump_from_table(path: Path, suffix: str, subject: str, progress: Progress | None) -> RolloutDump:
     from miles_norm.storage.dump_files import load_rows
 
-    rows, rollout_id, metadata = load_rows(Path(path), suffix, subject)
+    size = path.stat().st_size
+    # The parts of a file in bytes, as they are reported for JSON lines.
+    part = None if progress is None else lambda done, total: progress(size * done // total, size)
+    rows, rollout_id, metadata = load_rows(path, suffix, subject, part)
     return _dump_from_object({"samples": rows, "rollout_id": rollout_id, "metadata": metadata}, subject)
 
 

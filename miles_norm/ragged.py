@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_norm.errors import format_rows
 from miles_norm.ragged_build import adjacent_rows, flat_values, host_array, list_dtype
-from miles_norm.ragged_checks import bad_column, checked_offsets, is_row, offsets_of, row_numbers, running
+from miles_norm.ragged_checks import bad_column, checked_offsets, is_row, offsets_of, repeated, row_numbers, running
 
 __all__ = ["Ragged"]
 
@@ -248,7 +248,7 @@ class Ragged:
         if self.values.device.type == "cpu" and len(chosen) and int(offsets[-1]) >= _LONG_ROW * len(chosen):
             bounds = self._host_offsets()
             return _unchecked(torch.cat([self.values[bounds[n] : bounds[n + 1]] for n in chosen.tolist()]), offsets)
-        shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+        shift = repeated(starts - offsets[:-1], lengths)
         return _unchecked(self.values[shift + torch.arange(len(shift), device=shift.device)], offsets)
 
     def to(self, device: torch.device | str) -> Ragged:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 from miles_norm.ragged import Ragged
+from miles_norm.ragged_checks import repeated
 
 __all__ = ["packed_fields", "padded_fields"]
 
@@ -24,15 +25,15 @@ def packed_fields(columns: Mapping[str, Any], response_columns: Sequence[str]) -
     input_ids, offsets, lengths = tokens.values.to(torch.int64), tokens.offsets, tokens.lengths
     device = input_ids.device
     response = columns["response_lengths"].to(device)
-    position_ids = torch.arange(len(input_ids), device=device) - torch.repeat_interleave(offsets[:-1], lengths)
-    response_mask = position_ids >= torch.repeat_interleave(lengths - response, lengths)
+    position_ids = torch.arange(len(input_ids), device=device) - repeated(offsets[:-1], lengths)
+    response_mask = position_ids >= repeated(lengths - response, lengths)
     fields = {"input_ids": input_ids, "position_ids": position_ids, "response_mask": response_mask}
     masks = columns.get("loss_masks")
     loss_mask = response_mask if masks is None else _placed(_binary(masks).to(device), response_mask)
     fields["loss_mask"] = loss_mask
     if "rewards" in columns:
         rewards = _row_values(columns["rewards"], torch.float32, device)
-        per_token = torch.repeat_interleave(rewards, lengths)
+        per_token = repeated(rewards, lengths)
         fields["advantages"] = torch.where(loss_mask, per_token, torch.zeros((), dtype=rewards.dtype, device=device))
     for name in response_columns:
         if name in columns and name != "loss_masks":

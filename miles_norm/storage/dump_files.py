@@ -13,7 +13,7 @@ from miles_norm.plain_values import NotPlainError
 from miles_norm.storage import typed_json
 from miles_norm.storage.cells import NotPlainRowsError, decode_cells, encode_cells
 from miles_norm.storage.dtypes import COLUMN_DTYPES
-from miles_norm.storage.parquet_file import foreign_rows, load_parquet, save_parquet
+from miles_norm.storage.parquet_file import foreign_rows, load_row_groups, save_parquet
 from miles_norm.storage.safetensors_file import load_safetensors, save_safetensors
 from miles_norm.storage.table import StoredColumn, StoredTable, reading
 
@@ -77,8 +77,14 @@ def save_rows(
         save_safetensors(table, file)
 
 
-def load_rows(path: Path, suffix: str, subject: str) -> Dump:
+def load_rows(path: Path, suffix: str, subject: str, progress: Progress | None = None) -> Dump:
     """Rows, rollout_id and metadata; of a Parquet file from elsewhere only rows, a dict of all its columns each.
+
+    Args:
+        path: Of the file.
+        suffix: ``.parquet`` or ``.safetensors``.
+        subject: What errors are about.
+        progress: Called with (row groups done, row groups in all) while Parquet is read.
 
     Raises:
         DumpError: a file that is damaged or of another kind.
@@ -91,16 +97,23 @@ def load_rows(path: Path, suffix: str, subject: str) -> Dump:
         rows = foreign_rows(path)
         if rows is not None:
             return rows, None, None
-        return _rows_of(load_parquet(path, "rollout_dump", subject, None))
+        rows, head = [], None
+        for table in load_row_groups(path, "rollout_dump", subject, None, progress):
+            head = head or typed_json.loads(table.head)
+            rows += _group_rows(table, head)
+        return (rows, head["rollout_id"], head["metadata"]) if head else (rows, None, None)
 
 
 def _rows_of(table: StoredTable) -> Dump:
     head = typed_json.loads(table.head, table.kept)
+    return _group_rows(table, head), head["rollout_id"], head["metadata"]
+
+
+def _group_rows(table: StoredTable, head: Any) -> list[dict[str, Any]]:
     codes = table.columns[0].values.tolist()
     names = [column.name for column in table.columns[1:]]
     if table.columns[0].cell != "tensor" or len(set(names)) != len(names):
         raise ValueError("columns that are no rows of a dump")
     cells = [decode_cells(column, table.kept) for column in table.columns[1:]]
     shapes = [[(names[number], cells[number]) for number in shape] for shape in head["keys"]]
-    rows = [{name: values[row] for name, values in shapes[code]} for row, code in enumerate(codes)]
-    return rows, head["rollout_id"], head["metadata"]
+    return [{name: values[row] for name, values in shapes[code]} for row, code in enumerate(codes)]

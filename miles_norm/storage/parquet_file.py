@@ -76,8 +76,10 @@ def load_parquet(path: Path, kind: str, subject: str, names: Collection[str] | N
         return StoredTable(kind, layout.num_rows, columns, head)
 
 
-def load_row_groups(path: Path, kind: str, subject: str, names: Collection[str] | None) -> Iterator[StoredTable]:
-    """Read one row group at a time."""
+def load_row_groups(
+    path: Path, kind: str, subject: str, names: Collection[str] | None, progress: Progress | None = None
+) -> Iterator[StoredTable]:
+    """Read one row group at a time; ``progress`` is called with (row groups done, row groups in all)."""
     with _opened(path) as (pa, file):
         layout, head = _layout(file, kind, subject)
         wanted = [one for one in layout.columns if names is None or one.name in names]
@@ -86,6 +88,8 @@ def load_row_groups(path: Path, kind: str, subject: str, names: Collection[str] 
             rows = file.metadata.row_group(number).num_rows
             columns = [stored_column(pa, one, table.column(one.field), rows) for one in wanted]
             yield StoredTable(kind, rows, columns, head)
+            if progress is not None:
+                progress(number + 1, file.num_row_groups)
 
 
 def foreign_rows(path: Path) -> list[dict[str, Any]] | None:

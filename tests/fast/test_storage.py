@@ -151,6 +151,19 @@ def test_row_groups_are_bounded(tmp_path, monkeypatch):
     assert [len(part) for part in iter_train_data(tmp_path / "x.parquet")] == [2, 1, 1, 2]
 
 
+def test_dump_is_read_group_by_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_file, "_GROUP_ROWS", 2)
+    rows = [{"a": 1}, {"b": [1, 2]}, {"b": None, "a": 2}, {}, {"a": 3}]
+    write_dump(RolloutDump(rows, 4, {"c": 5}), tmp_path / "x.parquet")
+    seen = []
+    found = read_dump(tmp_path / "x.parquet", progress=lambda done, total: seen.append((done, total)))
+    assert canon(found.samples) == canon(rows)
+    assert (found.rollout_id, found.metadata) == (4, {"c": 5})
+    size = (tmp_path / "x.parquet").stat().st_size
+    # Three groups of at most 2 rows; the first and last calls are those of every format.
+    assert seen == [(0, size), (size // 3, size), (2 * size // 3, size), (size, size), (size, size)]
+
+
 def test_parts_of_a_mapped_file_are_views(tmp_path):
     write_train_data(
         TrainData({"tokens": Ragged(torch.arange(3000), torch.arange(3001)), "response_lengths": [1] * 3000}),
