@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_norm.columns import RolloutColumns
-    from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig
+    from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig, UpdateConfig
     from miles_norm.conversion import convert_samples_to_train_data
     from miles_norm.dumps import RolloutDump, read_dump, write_dump
     from miles_norm.errors import MilesNormError
     from miles_norm.filters import filter_rollouts
     from miles_norm.grouping import RolloutIndex
-    from miles_norm.loss import loss_weights
+    from miles_norm.loss import UpdatePlan, loss_weights, plan_updates
     from miles_norm.normalize import normalize_columns, normalize_rewards
     from miles_norm.result import NormalizedRewards
     from miles_norm.samples import Sample
@@ -33,11 +33,14 @@ _HOMES = {
     "RolloutIndex": "grouping",
     "Sample": "samples",
     "TrainData": "train_data",
+    "UpdateConfig": "config",
+    "UpdatePlan": "loss",
     "convert_samples_to_train_data": "conversion",
     "filter_rollouts": "filters",
     "loss_weights": "loss",
     "normalize_columns": "normalize",
     "normalize_rewards": "normalize",
+    "plan_updates": "loss",
     "read_dump": "dumps",
     "write_dump": "dumps",
 }
@@ -53,11 +56,14 @@ __all__ = [
     "RolloutIndex",
     "Sample",
     "TrainData",
+    "UpdateConfig",
+    "UpdatePlan",
     "convert_samples_to_train_data",
     "filter_rollouts",
     "loss_weights",
     "normalize_columns",
     "normalize_rewards",
+    "plan_updates",
     "read_dump",
     "write_dump",
 ]

@@ -5,7 +5,7 @@ Nothing here imports torch or an optional package, so that a launcher can check 
 
 from miles_norm.config.base import parse_yaml
 from miles_norm.config.filters import FilterConfig
-from miles_norm.config.loss import LossConfig
+from miles_norm.config.loss import LossConfig, UpdateConfig
 from miles_norm.config.normalization import (
     PASS_THROUGH_ESTIMATORS,
     AdvantageEstimator,
@@ -20,5 +20,6 @@ __all__ = [
     "FilterConfig",
     "LossConfig",
     "NormalizationConfig",
+    "UpdateConfig",
     "parse_yaml",
 ]

@@ -1,4 +1,4 @@
-"""Settings of the loss side."""
+"""Settings of the loss side: weights and updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from miles_norm.config.base import Config, refuse_contradictions
 
-__all__ = ["LossConfig"]
+__all__ = ["LossConfig", "UpdateConfig"]
 
 
 class LossConfig(Config):
@@ -84,4 +84,73 @@ class LossConfig(Config):
             ),
         ]
         refuse_contradictions("LossConfig", checks)
+        return self
+
+
+class UpdateConfig(Config):
+    """How a batch is cut into optimizer steps.
+
+    >>> UpdateConfig(rollouts_per_update=8).leftover
+    'smaller_update'
+    """
+
+    unit: Literal["rollouts", "rows"] = "rollouts"
+    """What an update is filled with: whole rollouts, or rows as verl and Agent Lightning do."""
+
+    rollouts_per_update: int | None = Field(default=None, ge=1)
+    """`unit: rollouts`: rollouts in an update; unset: all of them in one."""
+
+    leftover: Literal["smaller_update", "drop", "carry"] = "smaller_update"
+    """`unit: rollouts`: what does not fill an update is a smaller last one, is dropped, or is handed
+    over to the next batch with its advantages."""
+
+    rows_per_update: int | None = Field(default=None, ge=1)
+    """`unit: rows`: rows in an update; the batch is cut down to a multiple of it."""
+
+    max_updates: int | None = Field(default=None, ge=1)
+    """`unit: rows`: at most this many updates (Agent Lightning's max_ppo_update_times)."""
+
+    order: Literal["normalize_first", "drop_first"] = "normalize_first"
+    """`unit: rows`: advantages of everything collected, or of the rows that are left."""
+
+    seed: int = 0
+    """`unit: rows`: of the draw of the rows that are dropped."""
+
+    max_tokens_per_gpu: int | None = Field(default=None, ge=1)
+    """Tokens in a micro-batch; unset: an update is one micro-batch."""
+
+    @model_validator(mode="after")
+    def _reject_contradictions(self) -> Self:
+        rows = self.unit == "rows"
+        only_rows = "is read by unit='rows' only"
+        checks = [
+            (
+                rows and self.rows_per_update is None,
+                "unit='rows' without rows_per_update",
+                "the batch is cut down to a multiple of it",
+                "set rows_per_update",
+            ),
+            (
+                rows and (self.rollouts_per_update is not None or self.leftover != "smaller_update"),
+                "unit='rows' with rollouts_per_update or leftover",
+                "these are read by unit='rollouts' only",
+                "leave them unset",
+            ),
+            *(
+                (not rows and set_, f"{name} with unit='rollouts'", f"{name} {only_rows}", f"leave {name} unset")
+                for name, set_ in (
+                    ("rows_per_update", self.rows_per_update is not None),
+                    ("max_updates", self.max_updates is not None),
+                    ("order", self.order != "normalize_first"),
+                    ("seed", self.seed != 0),
+                )
+            ),
+            (
+                self.leftover != "smaller_update" and self.rollouts_per_update is None,
+                f"leftover={self.leftover!r} without rollouts_per_update",
+                "one update of all rollouts leaves nothing over",
+                "set rollouts_per_update",
+            ),
+        ]
+        refuse_contradictions("UpdateConfig", checks)
         return self
