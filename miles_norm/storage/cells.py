@@ -133,7 +133,7 @@ def _texts(column: StoredColumn, kept: Any) -> list[Any]:
 
 
 def _jsons(column: StoredColumn, kept: Any) -> list[Any]:
-    parts = _parts(column, column.values.numpy().tobytes())
+    parts = _parts(column, str(column.values.numpy().tobytes(), "ascii"))
     return [typed_json.loads(part, kept) if part else None for part in parts]
 
 

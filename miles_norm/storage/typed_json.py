@@ -25,6 +25,7 @@ _LEAVES = frozenset({int, str, bool, type(None)})
 # Integers up to here have few enough digits for any JSON reader.
 _PLAIN_INT = 2**1024
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[biufc]\d{1,2}|[SU]\d{1,6})")
+_to_text = json.JSONEncoder(separators=(",", ":")).encode
 _NAN = struct.pack("<d", math.nan)
 
 
@@ -38,10 +39,10 @@ def dumps(value: Any, keep: Callable[[Tensor], int | None] = lambda tensor: None
     >>> dumps({"a": (1, 2.5), 3: b"x"})
     '{"$":"dict","items":[["a",{"$":"tuple","items":[1,2.5]}],[3,{"$":"bytes","data":"eA=="}]]}'
     """
-    return json.dumps(_encode(value, keep), separators=(",", ":"))
+    return _to_text(_encode(value, keep))
 
 
-def loads(text: str | bytes, kept: Callable[[int], Tensor] | None = None) -> Any:
+def loads(text: str, kept: Callable[[int], Tensor] | None = None) -> Any:
     """Decode what ``dumps`` wrote; ``kept`` finds tensors that are stored elsewhere.
 
     Raises:

@@ -4,8 +4,6 @@ import enum
 import itertools
 import json
 import sys
-import time
-import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,16 +103,13 @@ def test_safetensors_is_mapped_and_private(tmp_path):
     data = TrainData({"tokens": Ragged(values, offsets), "response_lengths": [0] * 500})
     write_train_data(data, path)
     before = path.read_bytes()
-    started = time.perf_counter()
-    tracemalloc.start()
     found = read_train_data(path)
-    assert tracemalloc.get_traced_memory()[1] < 0.1 * values.nbytes
-    tracemalloc.stop()
-    mapped = time.perf_counter() - started
-    started = time.perf_counter()
-    lists = found["tokens"].tolists()
-    assert mapped < (time.perf_counter() - started)
-    assert lists[1][0] == 8000
+    if Path("/proc/self/maps").exists():
+        # A line is "start-end rights offset device inode path"; the tokens lie inside the mapping of the file.
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        assert any(start <= found["tokens"].values.data_ptr() < end for start, end in ranges)
+    assert found["tokens"].select(slice(1, 2)).tolists() == [list(range(8000, 16000))]
     # Writing changes this process's copy only, and the mapping outlives the file.
     found["tokens"].values[0] = 7
     assert path.read_bytes() == before
