@@ -102,8 +102,13 @@ def _components(
     if columns.components is None or rewards.speaker is None or config.advantage_estimator != "gdpo":
         return {}
     group, members = grouped.index.rollout_group, grouped.members
+    unscored = ~torch.isfinite(columns.reward)
+    if columns.scored is not None:
+        unscored |= ~columns.scored
     components = {}
     for name, column in columns.components.items():
+        if config.missing_reward == "zero":
+            column = column.masked_fill(unscored, 0.0)
         component = column[rewards.speaker]
         order = torch.arange(len(component), device=component.device) if members is None else members
         order = order[~torch.isnan(component[order])]

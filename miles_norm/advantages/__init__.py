@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from miles_norm.advantages.dr_grpo import dr_grpo_advantages
@@ -51,6 +52,12 @@ def _opo(x: EstimatorInputs) -> Tensor:
     return opo_advantages(x.rewards, x.group, x.statistics, tokens=x.tokens, members=x.members)
 
 
+def _maxrl(x: EstimatorInputs) -> Tensor:
+    # The reward of a rollout that does not count may be anything.
+    rewards = x.rewards if x.given_counted is None else x.rewards.masked_fill(~x.given_counted, torch.nan)
+    return maxrl_advantages(rewards, x.group, x.statistics)
+
+
 def _pass_at_k(x: EstimatorInputs) -> Tensor:
     options = x.config.options
     if options.pass_at_k == "analytic":
@@ -90,9 +97,7 @@ ESTIMATORS: Final = MappingProxyType(
             lambda _: "({reward} - {mean}) * {n} / ({n} - 1)",
         ),
         "opo": Estimator(_opo, lambda _: "{reward} - {baseline}, the mean weighted by trainable tokens"),
-        "maxrl": Estimator(
-            lambda x: maxrl_advantages(x.rewards, x.group, x.statistics), lambda _: "({reward} - {mean}) / {mean}"
-        ),
+        "maxrl": Estimator(_maxrl, lambda _: "({reward} - {mean}) / {mean}"),
         "pass_at_k": Estimator(_pass_at_k, _pass_at_k_formula),
         "gdpo": Estimator(_gdpo, _gdpo_formula, zero_where_equal=False),
         "reinforce_plus_plus_baseline": Estimator(

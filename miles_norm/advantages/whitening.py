@@ -9,6 +9,9 @@ from miles_norm.statistics import segment_statistics
 
 __all__ = ["whitened"]
 
+EQUAL = 1e-12
+"""Advantages of different groups that range over no more than this share of the largest differ by rounding alone."""
+
 
 def whitened(
     advantages: Tensor,
@@ -36,8 +39,8 @@ def whitened(
         std_epsilon: Added to s.
 
     Returns:
-        float64 ``[R]``. With fewer than two counted rollouts, no weight, or advantages that are all equal there is no
-        scale, and nothing is changed.
+        float64 ``[R]``. With fewer than two counted rollouts that have weight, or where these differ by no more than
+        rounding (1e-12 of the largest), there is no scale, and nothing is changed.
 
     >>> advantages = torch.tensor([2.0, -2.0, 0.0], dtype=torch.float64)  # deviation 2
     >>> [round(a, 5) for a in whitened(advantages, torch.ones(3, dtype=torch.bool)).tolist()]
@@ -46,7 +49,10 @@ def whitened(
     values = advantages[counted]
     weight = torch.ones_like(values) if tokens is None else tokens[counted].to(torch.float64)
     values, weight = values[weight > 0], weight[weight > 0]
-    if len(values) < 2 or bool((values == values[0]).all()):
+    if len(values) < 2:
+        return advantages
+    low, high = torch.aminmax(values)
+    if bool(high - low <= torch.maximum(high, -low) * EQUAL):
         return advantages
     total = float(weight.sum())  # whole numbers: exact in any order
     mean = _sum(weight * values) / total
