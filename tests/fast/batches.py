@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from miles_norm import NormalizationConfig
+from miles_norm.config import EstimatorOptions
 
 Row = dict[str, Any]
 
@@ -153,3 +154,56 @@ def problems(draw: Any) -> tuple[Batch, NormalizationConfig]:
             **config.model_dump() | fitting | {"min_group_size": min(config.min_group_size, n)}
         )
     return batch, config
+
+
+# Kinds of one number or a few; gdpo's own division by the batch needs an epsilon where components cancel.
+COMPONENTS = st.fixed_dictionaries({"right": st.sampled_from([0.0, 1.0]), "short": REWARDS})
+PARTIAL = st.fixed_dictionaries({}, optional={"right": st.sampled_from([0.0, 1.0, None]), "short": REWARDS})
+
+
+@st.composite
+def estimator_problems(draw: Any) -> tuple[Batch, NormalizationConfig]:
+    """A batch and a config of one of the rarer estimators, or of any with whitening over the batch."""
+    batch, config = draw(problems())
+    settings = config.model_dump() | {"rewards_normalization": True}
+    kind = draw(st.sampled_from(["opo", "maxrl", "topk_gap", "analytic", "gdpo", "gdpo_partial", "whitening"]))
+    options: dict[str, Any] = {}
+    if kind == "whitening" or draw(st.booleans()):
+        options |= {"whitening": draw(st.sampled_from(["rollout", "token"])), "whitening_shift": draw(st.booleans())}
+    if kind == "whitening":
+        passing = settings["advantage_estimator"] in ("ppo", "reinforce_plus_plus")
+        settings["advantage_estimator"] = "grpo" if passing else settings["advantage_estimator"]
+    elif kind in ("topk_gap", "analytic"):
+        settings["advantage_estimator"] = "pass_at_k"
+    else:
+        settings["advantage_estimator"] = kind.removesuffix("_partial")
+    if kind == "analytic":
+        options |= {"pass_at_k": "analytic", "k": draw(st.integers(1, 3))}
+        if not rarely(draw):
+            settings["min_group_size"] = max(settings["min_group_size"], options["k"])
+            settings["n_samples_per_prompt"] = None
+            settings["singleton"] = "zero" if settings["min_group_size"] > 1 else settings["singleton"]
+    if kind.startswith("gdpo"):
+        options |= {"gdpo_components": ("right", "short"), "gdpo_partial": kind == "gdpo_partial"}
+        options["gdpo_weights"] = draw(st.sampled_from([(), (2.0, 0.5)]))
+        settings["std_epsilon"] = settings["std_epsilon"] or 1e-6
+        if settings["rollout_reward"] in ("max", "mean", "sum"):
+            settings["rollout_reward"] = "mainstream"
+    replace_rewards(draw, batch, kind)
+    return batch, NormalizationConfig(**settings | {"options": EstimatorOptions(**options)})
+
+
+def replace_rewards(draw: Any, batch: Batch, kind: str) -> None:
+    """The rewards that the kind can read, equal where they were equal; rarely, and gently, others are left in."""
+    table: dict[Any, Any] = {}
+    keep = kind in ("maxrl", "analytic") and rarely(draw)
+    for row in batch.rows:
+        reward = row["reward"]
+        if kind.startswith("gdpo"):
+            if reward is None or (not math.isfinite(reward) and not rarely(draw)):
+                row["reward"] = None
+            elif reward not in table:
+                table[reward] = draw(PARTIAL if kind == "gdpo_partial" or rarely(draw, 20) else COMPONENTS)
+            row["reward"] = None if row["reward"] is None else table.get(reward, {"right": reward, "short": 0.5})
+        elif kind in ("maxrl", "analytic") and reward is not None and math.isfinite(reward) and not keep:
+            row["reward"] = abs(reward) if kind == "maxrl" else float(reward > 0.5)

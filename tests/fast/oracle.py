@@ -1,12 +1,15 @@
 """A slow second opinion: the semantics of ``normalize_rewards`` in plain Python, one rollout and one group at a time.
 
-Rows are dicts with Miles' field names. It shares no code with the library, and of its errors only the names.
+The rarer estimators stand in ``estimator_oracle``. Rows are dicts with Miles' field names. It shares no code with the
+library, and of its errors only the names.
 """
 
 import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+import estimator_oracle as slow
 
 Row = dict[str, Any]
 Number = float | None
@@ -22,6 +25,7 @@ class Rollout:
     group: int
     reward: Number = None
     mainstream: int = -1
+    speaker: int = -1
     real: bool = True
     excluded: str | None = None
     advantage: float = 0.0
@@ -53,6 +57,8 @@ def normalize(
     nested_groups: int = 0,
 ) -> Answer:
     """``nesting`` holds for each row its inner list and, where rollouts are lists too, the number of that list."""
+    if config.advantage_estimator == "gdpo":
+        refuse_lacking_components(rows, config)
     source, keys, num_groups = group_keys(rows, config, sizes, nesting, nested_groups)
     lists = [None] * len(rows) if nesting is None else [number for _, number in nesting]
     rollouts, num_groups = find_rollouts(rows, keys, lists, num_groups)
@@ -65,7 +71,7 @@ def normalize(
         raise OracleError("DisagreeingRewardsError")
     untrain_truncated(answer, rows, config)
     count(answer, config)
-    advantages(answer, config)
+    advantages(answer, rows, config)
     broadcast(answer, rows, own, config)
     if config.n_samples_per_prompt is not None:
         found = Counter(rollout.group for rollout in rollouts if rollout.real)
@@ -130,11 +136,30 @@ def own_rewards(rows: list[Row], config: Any) -> list[Number]:
     """Each row's reward, None if it has none; padding rows have none that matters."""
     own: list[Number] = []
     for row in rows:
-        scored = row["reward"] is not None and math.isfinite(row["reward"])
+        reward = weighted_sum(row, config) if config.advantage_estimator == "gdpo" else row["reward"]
+        scored = reward is not None and math.isfinite(reward)
         if not scored and config.missing_reward == "error" and not row["is_padding"]:
             raise OracleError("MissingRewardError")
-        own.append(float(row["reward"]) if scored else 0.0 if config.missing_reward == "zero" else None)
+        own.append(float(reward) if scored else 0.0 if config.missing_reward == "zero" else None)
     return own
+
+
+def component(row: Row, name: str) -> Number:
+    value = None if row["reward"] is None else row["reward"].get(name)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def weighted_sum(row: Row, config: Any) -> Number:
+    weights = config.options.component_weights
+    present = {name: component(row, name) for name in weights if component(row, name) is not None}
+    return sum(weights[name] * value for name, value in present.items()) if present else None
+
+
+def refuse_lacking_components(rows: list[Row], config: Any) -> None:
+    given = [row for row in rows if row["reward"] is not None]
+    lacking = any(component(row, name) is None for row in given for name in config.options.gdpo_components)
+    if lacking and not config.options.gdpo_partial:
+        raise OracleError("RewardError")
 
 
 def choose_reward(answer: Answer, rollout: Rollout, rows: list[Row], own: list[Number], config: Any) -> None:
@@ -146,6 +171,7 @@ def choose_reward(answer: Answer, rollout: Rollout, rows: list[Row], own: list[N
     values = [own[row] for row in speakers]
     low, high, policy = min(values), max(values), config.rollout_reward
     rollout.reward = own[rollout.mainstream]
+    rollout.speaker = {"first": speakers[0], "last": speakers[-1]}.get(policy, rollout.mainstream)
     if policy == "mainstream":
         others = [row for row in speakers if own[row] != rollout.reward]
         answer.disagree |= bool(others)
@@ -197,36 +223,94 @@ def count(answer: Answer, config: Any) -> None:
                 rollout.excluded = "SMALL_GROUP"
 
 
-def advantages(answer: Answer, config: Any) -> None:
+def advantages(answer: Answer, rows: list[Row], config: Any) -> None:
     groups = [members(answer, group) for group in range(answer.num_groups)]
     if config.singleton == "error" and any(len(counted) == 1 for counted in groups):
         raise OracleError("GroupingError")
-    for counted in groups:
-        rewards = [rollout.reward for rollout in counted]
-        if not rewards:
-            continue
-        equal = max(rewards) - min(rewards) <= max(map(abs, rewards)) * config.zero_std_tolerance
-        keeps_reward = passes_through(config) or (len(rewards) == 1 and config.singleton == "raw")
-        for rollout in counted:
-            if keeps_reward:
-                rollout.advantage = rollout.reward
-            elif not equal:
-                rollout.advantage = formula(rollout.reward, rewards, config)
-        lone_with_reward = len(rewards) == 1 and keeps_reward
-        if config.zero_variance_groups == "drop_from_loss" and equal and not lone_with_reward:
+    keeps_reward = passes_through(config) or config.singleton == "raw"
+    columns = [components(counted, rows, config) for counted in groups]
+    silent = [
+        all(slow.equal([v for v in column if v is not None], config.zero_std_tolerance) for _, column in of_group)
+        for of_group in columns
+    ]
+    for counted, equal in zip(groups, silent, strict=True):
+        if config.zero_variance_groups == "drop_from_loss" and equal and not (len(counted) == 1 and keeps_reward):
             for rollout in counted:
-                rollout.excluded, rollout.advantage = "ZERO_VARIANCE", 0.0
+                rollout.excluded = "ZERO_VARIANCE"
+    if not passes_through(config):
+        refuse_rewards(groups, config)
+    for counted, of_group, equal in zip(groups, columns, silent, strict=True):
+        if not equal:
+            for rollout, value in zip(counted, formula(answer, counted, of_group, config), strict=True):
+                rollout.advantage = value
+    batch = [rollout for rollout in answer.rollouts if rollout.excluded is None]
+    if config.advantage_estimator == "gdpo":
+        whiten(batch, [1] * len(batch), False, config)
+    for counted in groups:
+        if passes_through(config) or (len(counted) == 1 and config.singleton == "raw"):
+            for rollout in counted:
+                rollout.advantage = rollout.reward if rollout.excluded is None else 0.0
+    if config.options.whitening != "none":
+        tokens = [sum(answer.tokens[row] for row in rollout.rows) for rollout in batch]
+        weights = tokens if config.options.whitening == "token" else [1] * len(batch)
+        whiten(batch, weights, config.options.whitening_shift, config)
 
 
-def formula(reward: float, rewards: list[float], config: Any) -> float:
+def components(counted: list[Rollout], rows: list[Row], config: Any) -> list[tuple[float, slow.Component]]:
+    """Weight and column of each reward component, or of the reward; a row that counts as 0 has 0 in all of them."""
+    columns: list[tuple[float, slow.Component]] = []
+    if not config.options.gdpo_components:
+        return [(1.0, [rollout.reward for rollout in counted])]
+    for name, weight in config.options.component_weights.items():
+        speakers = [rows[rollout.speaker] for rollout in counted]
+        columns.append((weight, [0.0 if weighted_sum(s, config) is None else component(s, name) for s in speakers]))
+    return columns
+
+
+def whiten(batch: list[Rollout], weights: list[int], shift: bool, config: Any) -> None:
+    values = slow.np.array([rollout.advantage for rollout in batch])
+    for rollout, value in zip(
+        batch, slow.whiten(values, weights, shift, config.std_ddof, config.std_epsilon), strict=True
+    ):
+        rollout.advantage = value
+
+
+def refuse_rewards(groups: list[list[Rollout]], config: Any) -> None:
+    rewards = [rollout.reward for counted in groups for rollout in counted if rollout.excluded is None]
+    analytic = config.options.pass_at_k == "analytic"
+    if config.advantage_estimator == "maxrl" and any(reward < 0 for reward in rewards):
+        raise OracleError("RewardError")
+    if analytic and any(reward not in (0, 1) for reward in rewards):
+        raise OracleError("RewardError")
+    if analytic and any(0 < len(counted) < config.options.k for counted in groups):
+        raise OracleError("GroupingError")
+
+
+def formula(answer: Answer, counted: list[Rollout], columns: Any, config: Any) -> list[float]:
+    rewards = [rollout.reward for rollout in counted]
+    match config.advantage_estimator:
+        case "opo":
+            return list(slow.opo(rewards, [sum(answer.tokens[row] for row in rollout.rows) for rollout in counted]))
+        case "maxrl":
+            return list(slow.maxrl(rewards))
+        case "pass_at_k" if config.options.pass_at_k == "analytic":
+            return list(slow.analytic_pass_at_k(rewards, config.options.k))
+        case "pass_at_k":
+            return list(slow.topk_gap(rewards))
+        case "gdpo":
+            return list(slow.gdpo_sums(columns, config.std_ddof, config.std_epsilon, config.zero_std_tolerance))
+    return [one_formula(reward, rewards, config) for reward in rewards]
+
+
+def one_formula(reward: float, rewards: list[float], config: Any) -> float:
     n = len(rewards)
     mean = math.fsum(rewards) / n
     if config.advantage_estimator == "rloo":
-        return reward - (math.fsum(rewards) - reward) / (n - 1)
+        return reward - (math.fsum(rewards) - reward) / max(n - 1, 1)
     if config.advantage_estimator not in ("grpo", "gspo") or not config.grpo_std_normalization:
         return reward - mean
-    variance = math.fsum((value - mean) ** 2 for value in rewards) / (n - config.std_ddof)
-    return (reward - mean) / (math.sqrt(variance) + config.std_epsilon)
+    variance = math.fsum((value - mean) ** 2 for value in rewards) / max(n - config.std_ddof, 1)
+    return (reward - mean) / (math.sqrt(variance) + config.std_epsilon or 1.0)
 
 
 def broadcast(answer: Answer, rows: list[Row], own: list[Number], config: Any) -> None:

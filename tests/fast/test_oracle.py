@@ -5,7 +5,7 @@ from typing import Any
 
 import oracle
 import pytest
-from batches import Batch, new_row, problems
+from batches import Batch, estimator_problems, new_row, problems
 from hypothesis import event, given, settings
 
 from miles_norm import MilesNormError, NormalizationConfig, normalize_rewards
@@ -24,7 +24,17 @@ def expected(batch: Batch, config: NormalizationConfig) -> oracle.Answer | str:
 @settings(max_examples=400)
 @given(problems())
 def test_agrees_with_the_oracle(problem: tuple[Batch, NormalizationConfig]) -> None:
-    batch, config = problem
+    compare(*problem)
+
+
+@settings(max_examples=400)
+@given(estimator_problems())
+def test_rarer_estimators_agree_with_the_oracle(problem: tuple[Batch, NormalizationConfig]) -> None:
+    event(f"{problem[1].advantage_estimator} {problem[1].options.pass_at_k}, {problem[1].options.whitening}")
+    compare(*problem)
+
+
+def compare(batch: Batch, config: NormalizationConfig) -> None:
     answer = expected(batch, config)
     if isinstance(answer, str):
         event(f"error {answer}")
