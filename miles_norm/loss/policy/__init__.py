@@ -1,0 +1,24 @@
+"""Policy losses: pure functions of log-probs that give one loss per token, to be reduced by the weights of rows.
+
+Tokens are padded ``[N, T]`` or packed ``[T]``. Entries whose mask is 0 may hold anything, NaN too: their loss and
+gradient are 0. Every function returns the token losses and its metrics, tensors on the device that nobody waited for:
+means over the trainable tokens, whose number is ``tokens``; extremes are inf and -inf where there are none.
+"""
+
+from miles_norm.loss.policy.cispo import cispo_loss
+from miles_norm.loss.policy.clip import clipped_loss
+from miles_norm.loss.policy.gspo import Sequences, gspo_loss, rollout_sequences, row_sequences, sequence_log_ratio
+from miles_norm.loss.policy.importance import truncated_importance_sampling
+from miles_norm.loss.policy.kl import kl_loss
+
+__all__ = [
+    "Sequences",
+    "cispo_loss",
+    "clipped_loss",
+    "gspo_loss",
+    "kl_loss",
+    "rollout_sequences",
+    "row_sequences",
+    "sequence_log_ratio",
+    "truncated_importance_sampling",
+]

@@ -1,0 +1,137 @@
+"""From token losses to the loss of an update: over a micro-batch, over ranks, over what a trainer divides by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from miles_norm.errors import ConfigError
+from miles_norm.loss.tokens import spread_rows, trained_values
+
+__all__ = ["Trainer", "empty_loss", "loss_factor", "reduce_token_losses"]
+
+Trainer = Literal["ddp", "fsdp", "accelerate", "megatron", "megatron_per_token"]
+
+
+def reduce_token_losses(token_losses: Tensor, weights: Tensor, mask: Tensor, *, rows: Tensor | None = None) -> Tensor:
+    r"""Weighted sum of the token losses of a micro-batch.
+
+    .. math:: \sum_n w_n \sum_t m_{n,t} \, l_{n,t}
+
+    The sums of all micro-batches, ranks and accumulation steps of an update add up to its loss: nothing is divided by
+    what the micro-batch holds. What the trainer divides by is undone by ``loss_factor``.
+
+    Args:
+        token_losses: Padded ``[N, T]`` or packed ``[T]``; a micro-batch may be empty.
+        weights: Of the rows of the micro-batch ``[N]``, of ``loss_weights``.
+        mask: 1 on trainable tokens.
+        rows: The row of each packed token ``[T]`` (``row_of_tokens``).
+
+    Returns:
+        A scalar, float32 at least.
+
+    Raises:
+        SampleError: shapes that do not fit.
+
+    >>> losses, mask = torch.tensor([[1.0, 2.0], [4.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
+    >>> float(reduce_token_losses(losses, torch.tensor([0.25, 0.5]), mask))  # (1 + 2) / 4 + 4 / 2
+    2.75
+    """
+    (losses,) = trained_values(token_losses, mask)
+    return (spread_rows(weights.to(losses), losses, rows) * losses).sum()
+
+
+def loss_factor(
+    trainer: Trainer,
+    *,
+    data_parallel: int = 1,
+    context_parallel: int = 1,
+    micro_batches: int = 1,
+    reported_tokens: int | None = None,
+) -> int:
+    """What to multiply each micro-batch's sum by, so that the trainer's gradient is that of the loss of the update.
+
+    With d data-parallel ranks, c context-parallel ranks and m micro-batches:
+
+    ================== ============================================================================= ===============
+    trainer            what it does to the gradients of the micro-batches                            factor
+    ================== ============================================================================= ===============
+    ddp, fsdp          sums them on a rank, and takes the mean over the averaging group              d c
+    accelerate         divides each by the accumulation steps m, then as ddp                         d c m
+    megatron           divides each by m and by the token count that came with it, then as ddp       d c m
+    megatron_per_token sums them over the group, divides by the sum of all token counts that came    reported_tokens
+    ================== ============================================================================= ===============
+
+    The averaging group is what gradients are reduced over: all data-parallel ranks and, where each context-parallel
+    rank sums its own part of the tokens, those too.
+
+    megatron: the loss function returns three values, the second of them 1. With the two values of the older form
+    Megatron multiplies by the context-parallel size itself: leave ``context_parallel`` at 1.
+
+    Every rank of the group has to run the same number of backwards per update. A rank that has fewer micro-batches, or
+    none, fills up with empty ones; they contribute 0 (``empty_loss``).
+
+    Args:
+        trainer: Who reduces the gradients.
+        data_parallel: Data-parallel ranks.
+        context_parallel: Context-parallel ranks, each with its own part of the tokens.
+        micro_batches: Micro-batches of an update on one rank, the empty ones too.
+        reported_tokens: megatron_per_token: sum of the token counts that all ranks return for all micro-batches.
+
+    Raises:
+        ConfigError: another trainer; a size below 1; ``reported_tokens`` missing, or given to another trainer.
+
+    >>> loss_factor("ddp", data_parallel=8)
+    8
+    >>> loss_factor("megatron", data_parallel=4, context_parallel=2, micro_batches=3)
+    24
+    """
+    _check_sizes(data_parallel=data_parallel, context_parallel=context_parallel, micro_batches=micro_batches)
+    if (reported_tokens is not None) != (trainer == "megatron_per_token"):
+        raise _wrong_setting(
+            "reported_tokens",
+            f"{reported_tokens} with trainer={trainer!r}",
+            "a number with megatron_per_token, and with it only",
+            "set calculate_per_token_loss as the trainer has it",
+        )
+    group = data_parallel * context_parallel
+    match trainer:
+        case "ddp" | "fsdp":
+            return group
+        case "accelerate" | "megatron":
+            return group * micro_batches
+        case "megatron_per_token":
+            _check_sizes(reported_tokens=reported_tokens or 0)
+            return reported_tokens or 0
+    raise _wrong_setting(
+        "trainer", repr(trainer), ", ".join(get_args(Trainer)), "name the one that reduces the gradients"
+    )
+
+
+def empty_loss(parameters: Iterable[Tensor]) -> Tensor:
+    """0, with a gradient of 0 for every parameter: the backward of a micro-batch without rows.
+
+    Why: gradients are reduced when backward reaches the parameters, and a rank that never gets there leaves the others
+    waiting.
+
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> empty_loss(layer.parameters()).backward()
+    >>> layer.weight.grad.tolist()
+    [[0.0, 0.0]]
+    """
+    # The sum over no entry of each: 0 times an entry would be NaN where the entry is infinite.
+    return torch.stack([parameter.flatten()[:0].sum() for parameter in parameters]).sum()
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise _wrong_setting(name, str(size), "at least 1", "count this rank and this micro-batch too")
+
+
+def _wrong_setting(name: str, got: str, expected: str, remedy: str) -> ConfigError:
+    reason = "a wrong factor is a wrong learning rate, and nothing fails"
+    return ConfigError(f"{name} of loss_factor", got=got, expected=expected, reason=reason, remedy=remedy)
