@@ -5,18 +5,18 @@ A dump is read without running anything in it, and whatever is wrong with a file
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from miles_norm.errors import DumpError, format_rows
 from miles_norm.files import open_existing, replacing
-from miles_norm.json_lines import open_writer, read_rows
+from miles_norm.json_lines import iter_rows, open_writer
 from miles_norm.plain_values import NotPlainError, json_line, plain_mapping
 from miles_norm.safe_pickle import load_checkpoint
 
-__all__ = ["RolloutDump", "read_dump", "write_dump"]
+__all__ = ["DumpStream", "RolloutDump", "read_dump", "stream_dump", "write_dump", "write_rows"]
 
 Progress = Callable[[int, int], None]
 _TABLES = (".parquet", ".safetensors")
@@ -66,11 +66,58 @@ def read_dump(path: str | os.PathLike[str], *, progress: Progress | None = None)
         elif suffix in _TABLES:
             dump = _dump_from_table(Path(path), suffix, subject, progress)
         else:
-            dump = RolloutDump(read_rows(file, suffix, subject, progress))
+            dump = RolloutDump(list(iter_rows(file, suffix, subject, progress)))
         if progress is not None:
             progress(size, size)
     _check_rows(dump.samples, subject)
     return dump
+
+
+@dataclass(frozen=True)
+class DumpStream:
+    """A dump whose rows are read while they are taken, once, so that memory holds few of them at a time."""
+
+    rows: Iterator[dict[str, Any]]
+    rollout_id: int | None
+    metadata: dict[str, Any]
+
+
+def stream_dump(path: str | os.PathLike[str], *, progress: Progress | None = None) -> DumpStream:
+    """``read_dump`` row by row. JSON lines and Parquet are streamed; ``.pt`` and ``.safetensors`` are read at once.
+
+    Raises:
+        DumpError, MissingDependencyError: as ``read_dump``, here or while the rows are taken.
+    """
+    subject = f"rollout dump {os.fspath(path)}"
+    suffix = _suffix_of(path, subject)
+    if suffix.startswith(".jsonl"):
+        open_existing(path, subject).close()
+        return DumpStream(_counted(_stream_lines(path, suffix, subject, progress), subject), None, {})
+    if suffix != ".parquet":
+        dump = read_dump(path, progress=progress)
+        return DumpStream(iter(dump.samples), dump.rollout_id, dump.metadata)
+    from miles_norm.storage.dump_files import stream_rows
+
+    open_existing(path, subject).close()
+    rollout_id, metadata, rows = stream_rows(Path(path), subject, _in_bytes(Path(path), progress))
+    _check_head(rollout_id, {} if metadata is None else metadata, subject)
+    return DumpStream(_counted(rows, subject), rollout_id, metadata or {})
+
+
+def _stream_lines(
+    path: str | os.PathLike[str], suffix: str, subject: str, progress: Progress | None
+) -> Iterator[dict[str, Any]]:
+    with open_existing(path, subject) as file:
+        yield from iter_rows(file, suffix, subject, progress)
+
+
+def _counted(rows: Iterator[dict[str, Any]], subject: str) -> Iterator[dict[str, Any]]:
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        _check_rows([], subject)
 
 
 def write_dump(dump: RolloutDump, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
@@ -109,7 +156,7 @@ def write_dump(dump: RolloutDump, path: str | os.PathLike[str], *, progress: Pro
             _save_table(dump, file, subject, progress, suffix)
         else:
             with open_writer(file, suffix) as stream:
-                for line in _plain_rows(dump, subject, progress, suffix):
+                for line in _plain_rows(dump.samples, len(dump.samples), subject, progress, suffix):
                     stream.write(line)
 
 
@@ -117,7 +164,7 @@ def _save(dump: RolloutDump, file: BinaryIO, subject: str, progress: Progress | 
     import torch
 
     metadata = _plain_metadata(dump, subject)
-    rows = list(_plain_rows(dump, subject, progress, ".pt"))
+    rows = list(_plain_rows(dump.samples, len(dump.samples), subject, progress, ".pt"))
     try:
         torch.save({"rollout_id": dump.rollout_id, "metadata": metadata, "samples": rows}, file)
     except RuntimeError as error:  # torch's zip writer reports a full disk so
@@ -128,7 +175,7 @@ def _save_table(dump: RolloutDump, file: BinaryIO, subject: str, progress: Progr
     from miles_norm.storage.dump_files import save_rows
 
     metadata = _plain_metadata(dump, subject)
-    rows = list(_plain_rows(dump, subject, progress, suffix))
+    rows = list(_plain_rows(dump.samples, len(dump.samples), subject, progress, suffix))
     try:
         save_rows(rows, dump.rollout_id, metadata, file, suffix)
     except NotPlainError as error:
@@ -139,11 +186,48 @@ def _save_table(dump: RolloutDump, file: BinaryIO, subject: str, progress: Progr
 def _dump_from_table(path: Path, suffix: str, subject: str, progress: Progress | None) -> RolloutDump:
     from miles_norm.storage.dump_files import load_rows
 
-    size = path.stat().st_size
-    # The parts of a file in bytes, as they are reported for JSON lines.
-    part = None if progress is None else lambda done, total: progress(size * done // total, size)
-    rows, rollout_id, metadata = load_rows(path, suffix, subject, part)
+    rows, rollout_id, metadata = load_rows(path, suffix, subject, _in_bytes(path, progress))
     return _dump_from_object({"samples": rows, "rollout_id": rollout_id, "metadata": metadata}, subject)
+
+
+def _in_bytes(path: Path, progress: Progress | None) -> Progress | None:
+    """Report the parts of a file in bytes, as for JSON lines."""
+    if progress is None:
+        return None
+    size = path.stat().st_size
+    return lambda done, total: progress(size * done // total, size)
+
+
+def write_rows(
+    rows: Iterable[dict[str, Any]],
+    like: DumpStream,
+    path: str | os.PathLike[str],
+    *,
+    total: int,
+    progress: Progress | None = None,
+) -> None:
+    """``write_dump`` for rows that come one by one, ``total`` of them; JSON lines are written as they come.
+
+    Args:
+        rows: The rows.
+        like: Where ``rollout_id`` and ``metadata`` are taken from.
+        path: As for ``write_dump``.
+        total: Number of rows, for ``progress``.
+        progress: Called with (rows done, rows in all).
+
+    Raises:
+        DumpError, MissingDependencyError: as ``write_dump``.
+    """
+    subject = f"rollout dump {os.fspath(path)}"
+    suffix = _suffix_of(path, subject)
+    if not suffix.startswith(".jsonl"):
+        write_dump(RolloutDump(list(rows), like.rollout_id, like.metadata), path, progress=progress)
+        return
+    if like.metadata:
+        _logger.warning("%s: %s has no place for metadata; not written: %s", subject, suffix, _some(like.metadata))
+    with replacing(Path(path), subject) as file, open_writer(file, suffix) as stream:
+        for line in _plain_rows(rows, total, subject, progress, suffix):
+            stream.write(line)
 
 
 def _suffix_of(path: str | os.PathLike[str], subject: str) -> str:
@@ -217,11 +301,13 @@ def _check_rows(samples: Any, subject: str) -> None:
     )
 
 
-def _plain_rows(dump: RolloutDump, subject: str, progress: Progress | None, suffix: str) -> Iterator[Any]:
+def _plain_rows(
+    rows: Iterable[dict[str, Any]], total: int, subject: str, progress: Progress | None, suffix: str
+) -> Iterator[Any]:
     """Yield each row ready to be written; rows that cannot be are named together at the end."""
     bad: list[int] = []
     problem = ""
-    for number, row in enumerate(dump.samples):
+    for number, row in enumerate(rows):
         try:
             plain = plain_mapping(row, keep_arrays=not suffix.startswith(".jsonl"))
             yield json_line(plain) if suffix.startswith(".jsonl") else plain
@@ -229,7 +315,7 @@ def _plain_rows(dump: RolloutDump, subject: str, progress: Progress | None, suff
             problem = problem or str(error)
             bad.append(number)
         if progress is not None:
-            progress(number + 1, len(dump.samples))
+            progress(number + 1, total)
     if bad:
         also = f"; also {format_rows(bad[1:])}" if bad[1:] else ""
         _refuse_value(subject, f"{format_rows(bad[:1])}, key {problem}{also}", bad)

@@ -10,17 +10,17 @@ from typing import IO, Any, BinaryIO, cast
 
 from miles_norm.errors import DumpError, MissingDependencyError, format_rows
 
-__all__ = ["open_writer", "read_rows"]
+__all__ = ["iter_rows", "open_writer"]
 
 # Small, because one chunk of a zstd stream can unfold into very many bytes.
 _CHUNK = 1 << 14
 _JSON_NAMES = {list: "array", str: "string", bool: "boolean", type(None): "null"}
 
 
-def read_rows(
+def iter_rows(
     file: BinaryIO, suffix: str, subject: str, progress: Callable[[int, int], None] | None = None
-) -> list[dict[str, Any]]:
-    """Read one row per line, line by line; blank lines are skipped.
+) -> Iterator[dict[str, Any]]:
+    """Yield one row per line, line by line; blank lines are skipped. Bad lines raise once all have been seen.
 
     Args:
         file: The file as it is stored.
@@ -33,17 +33,18 @@ def read_rows(
         MissingDependencyError: ``.jsonl.zst`` without the package zstandard.
     """
     size = os.fstat(file.fileno()).st_size
-    rows: list[dict[str, Any]] = []
     bad: list[int] = []
     problem, number = "", 0
     try:
         for number, line in enumerate(_lines(file, suffix), start=1):
             try:
-                if line.strip():
-                    rows.append(_parse_row(line))
+                row = _parse_row(line) if line.strip() else None
             except (ValueError, RecursionError, MemoryError) as error:
                 problem = problem or _describe(error)
                 bad.append(number)
+                row = None
+            if row is not None:
+                yield row
             if progress is not None:
                 progress(file.tell(), size)
     except (OSError, EOFError, zlib.error) as error:
@@ -63,7 +64,6 @@ def read_rows(
             reason="each line is one row",
             remedy="write one row per line, or save the whole dump as .pt",
         )
-    return rows
 
 
 def open_writer(file: BinaryIO, suffix: str) -> AbstractContextManager[IO[bytes]]:

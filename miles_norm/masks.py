@@ -8,10 +8,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["count_mask"]
+__all__ = ["count_mask", "counted"]
 
 _SHORT = 1024
 """Below this length two calls of ``list.count`` are faster than a buffer."""
+
+
+class _Counted(int):
+    """The number of ones of a mask that is not kept."""
+
+
+def counted(mask: Any) -> Any:
+    """A stand-in for a mask that only remembers its ones; None and what is no mask are given back as they are.
+
+    >>> count_mask(counted([1, 0, 1]))
+    2
+    """
+    try:
+        return None if mask is None else _Counted(count_mask(mask))
+    except (TypeError, ValueError):
+        return mask  # counted again, and refused with its row, when the batch is complete
 
 
 def count_mask(mask: Any) -> int:
@@ -24,6 +40,8 @@ def count_mask(mask: Any) -> int:
     >>> count_mask([1, 0, True]), count_mask(np.array([1.0, 0.0]))
     (2, 1)
     """
+    if isinstance(mask, _Counted):
+        return int(mask)
     if isinstance(mask, list | tuple):
         if len(mask) >= _SHORT:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.masks import count_mask
+from miles_norm.masks import count_mask, counted
 from miles_norm.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 
-__all__ = ["columns_from_samples", "flatten_samples", "row_field"]
+__all__ = ["columns_from_rows", "columns_from_samples", "flatten_samples", "row_field"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,52 @@ def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | N
     config = config or NormalizationConfig()
     rows, sizes, rollout_lists = flatten_samples(samples)
     _check_rows(rows)
-    rollouts, collisions = _rollout_ids(rows, rollout_lists)
-    removed, padding = row_field(rows, "remove_sample"), row_field(rows, "is_padding")
-    status = [_status(value) for value in row_field(rows, "status")]
-    adapters = [_adapter_name(value) for value in row_field(rows, "adapter")]
-    groups = _group_ids(rows, config.group_key)
-    given = row_field(rows, "reward")
+    return _columns(lambda name: row_field(rows, name), config, sizes, rollout_lists)
+
+
+def columns_from_rows(rows: Iterable[Mapping[str, Any]], config: NormalizationConfig | None = None) -> RolloutColumns:
+    """``columns_from_samples`` for dicts that come one by one and are not kept: memory holds the index fields only.
+
+    >>> columns_from_rows({"index": i, "reward": 1.0, "loss_mask": [1, 0]} for i in range(3)).trainable_tokens.tolist()
+    [1, 1, 1]
+    """
+    config = config or NormalizationConfig()
+    key = config.group_key
+    fields: dict[str, list[Any]] = {name: [] for name in (*_INDEX_FIELDS, key)}
+    for row in rows:
+        for name, values in fields.items():
+            values.append(row.get(name))
+        fields["loss_mask"][-1] = counted(row.get("loss_mask"))
+        if key != "group_index":
+            fields[key][-1] = _group_id(row.get(key), row.get("metadata"), key)
+    return _columns(lambda name: fields.get(name) or [None] * len(fields["reward"]), config, None, None)
+
+
+_INDEX_FIELDS = (
+    "rollout_id", "index", "reward", "loss_mask", "response_length", "remove_sample", "is_padding", "status", "adapter",
+)  # fmt: skip
+
+
+def _columns(
+    field: Callable[[str], list[Any]],
+    config: NormalizationConfig,
+    sizes: tuple[int, ...] | None,
+    rollout_lists: list[int | None] | None,
+) -> RolloutColumns:
+    """Columns from the fields of all rows."""
+    rollouts, collisions = _rollout_ids(field("rollout_id"), field("index"), rollout_lists)
+    removed, padding = field("remove_sample"), field("is_padding")
+    status = [_status(value) for value in field("status")]
+    adapters = [_adapter_name(value) for value in field("adapter")]
+    groups = _group_ids(field, config.group_key)
+    given = field("reward")
     components = reward_components(given, config) if config.options.gdpo_components else None
     reward = read_rewards(given, config) if components is None else weighted_sum(components, config)
     columns = RolloutColumns(
         group=groups if any(value is not None for value in groups) else None,
         rollout=rollouts,
         reward=as_float64(reward, config),
-        trainable_tokens=_trainable_tokens(rows),
+        trainable_tokens=_trainable_tokens(field("loss_mask"), field("response_length")),
         scored=None if None not in reward else [value is not None for value in reward],
         removed=[bool(flag) for flag in removed] if any(removed) else None,
         truncated=[value == "truncated" for value in status] if "truncated" in status else None,
@@ -142,22 +175,27 @@ def row_field(rows: list[Any], name: str) -> list[Any]:
     return [row.get(name) if isinstance(row, dict) else getattr(row, name, None) for row in rows]
 
 
-def _group_ids(rows: list[Any], key: str) -> list[Any]:
-    ids = row_field(rows, key)
+def _group_ids(field: Callable[[str], list[Any]], key: str) -> list[Any]:
+    ids = field(key)
     if key != "group_index":
-        metadata = row_field(rows, "metadata")
-        ids = [m.get(key) if i is None and isinstance(m, Mapping) else i for i, m in zip(ids, metadata, strict=True)]
+        ids = [_group_id(value, metadata, key) for value, metadata in zip(ids, field("metadata"), strict=True)]
     return ids
 
 
-def _rollout_ids(rows: list[Any], lists: list[int | None] | None) -> tuple[list[Hashable], tuple[tuple[int, int], ...]]:
+def _group_id(value: Any, metadata: Any, key: str) -> Any:
+    return metadata.get(key) if value is None and isinstance(metadata, Mapping) else value
+
+
+def _rollout_ids(
+    explicit: list[Any], index: list[Any], lists: list[int | None] | None
+) -> tuple[list[Hashable], tuple[tuple[int, int], ...]]:
     """Rollout id of each row, and pairs of rows that share one although their own ``index`` differs."""
-    explicit, index = _known(row_field(rows, "rollout_id")), _known(row_field(rows, "index"))
+    explicit, index = _known(explicit), _known(index)
     ids = [i if e is None else e for e, i in zip(explicit, index, strict=True)]
     if lists is not None:
         return [i if n is None else RolloutList(n) for i, n in zip(ids, lists, strict=True)], ()
     borrowed = {i: row for row, (e, i) in enumerate(zip(explicit, index, strict=True)) if e is None and _is_id(i)}
-    if not borrowed or len(borrowed) == len(rows):
+    if not borrowed or len(borrowed) == len(ids):
         return ids, ()
     pairs = [
         (row, borrowed[e])
@@ -187,11 +225,10 @@ def _adapter_name(value: Any) -> Hashable:
     return getattr(value, "name", value)  # type: ignore[no-any-return]
 
 
-def _trainable_tokens(rows: list[Any]) -> list[int]:
+def _trainable_tokens(masks: list[Any], lengths: list[Any]) -> list[int]:
     counts: list[int] = []
     problems: dict[int, str] = {}
-    lengths = row_field(rows, "response_length")
-    for row, (mask, length) in enumerate(zip(row_field(rows, "loss_mask"), lengths, strict=True)):
+    for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
         try:
             counts.append(_length(length) if mask is None else count_mask(mask))
         except (TypeError, ValueError) as problem:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 import miles_norm
-from miles_norm.cli.inputs import load, read_config
-from miles_norm.cli.output import ADDED_KEYS, check_output, write_output
+from miles_norm.cli.inputs import ADDED_KEYS, load, read_config
+from miles_norm.cli.output import check_output, write_output
 from miles_norm.cli.terminal import console_for, exit_codes, show_lines, show_warnings
 from miles_norm.errors import ConfigError
 
@@ -26,7 +26,10 @@ app = typer.Typer(
 )
 
 Dump = Annotated[
-    Path, typer.Argument(metavar="DUMP", help="Rollout dump: Miles or slime .pt, or .jsonl, .jsonl.gz, .jsonl.zst.")
+    Path,
+    typer.Argument(
+        metavar="DUMP", help="Rollout dump: Miles or slime .pt, .jsonl (.gz, .zst), .parquet, .safetensors."
+    ),
 ]
 Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
 Settings = Annotated[
@@ -72,7 +75,8 @@ def normalize(  # the command line is what the options are
             "--output",
             "-o",
             metavar="OUT",
-            help="Write the rows with advantage, trained and rollout_reward added: .pt, .jsonl, .jsonl.gz, .jsonl.zst.",
+            help="Write the rows with advantage, trained and rollout_reward added: .jsonl (.gz, .zst), .parquet, .pt, "
+            ".safetensors.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --output replace a file, and keys of its rows.")] = False,
@@ -95,7 +99,7 @@ def normalize(  # the command line is what the options are
         sys.stdout.flush()
         messages = console_for(stderr=True)
         show_warnings(messages, about_output)
-        written = f"{output}: {len(batch.dump.samples)} rows, each with {', '.join(ADDED_KEYS)}"
+        written = f"{output}: {batch.result.index.num_rows} rows, each with {', '.join(ADDED_KEYS)}"
         show_lines(messages, written, head="wrote ", style="green")
 
 
@@ -129,6 +133,27 @@ def explain(
     print_explanation(console_for(), batch, selection)
     sys.stdout.flush()
     show_warnings(console_for(stderr=True), batch.warnings)
+
+
+@app.command(epilog="Example: miles-norm convert rollout_0.jsonl train_0.safetensors --config configs/grpo.yaml")
+@exit_codes()
+def convert(
+    dump: Dump,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Train data to write: .safetensors or .parquet.")],
+    config: Config = None,
+    settings: Settings = None,
+    prompt_group_sizes: Sizes = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+) -> None:
+    """Write what a trainer eats: tokens, masks, log-probs, ids, advantages and loss weights in columns."""
+    check_output(out, dump, force=force)
+
+    from miles_norm.cli.conversion import convert_dump
+
+    data, warnings = convert_dump(dump, out, read_config(config, settings or ()), prompt_group_sizes)
+    messages = console_for(stderr=True)
+    show_warnings(messages, warnings)
+    show_lines(messages, f"{out}: {data.num_rows} rows, {data.num_tokens} tokens", head="wrote ", style="green")
 
 
 def _check_selectors(row: int | None, rollout: str | None, group: str | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +14,27 @@ from miles_norm.config import NormalizationConfig, parse_yaml
 from miles_norm.errors import ConfigError, DumpError, GroupingError
 
 if TYPE_CHECKING:
-    from miles_norm.dumps import RolloutDump
+    from miles_norm.dumps import DumpStream
     from miles_norm.result import NormalizedRewards
 
-__all__ = ["Batch", "kept_warnings", "load", "read_config"]
+__all__ = ["ADDED_KEYS", "Batch", "group_sizes", "kept_warnings", "load", "read_config", "reading"]
 
 _SIZES = "prompt_group_sizes"
 
 
+ADDED_KEYS = ("advantage", "trained", "rollout_reward")
+"""What ``normalize -o`` adds to each row."""
+
+
 @dataclass(frozen=True)
 class Batch:
-    """A dump and what normalization made of it."""
+    """A dump and what normalization made of it. The rows are not kept: they are read again where they are needed."""
 
     path: Path
-    dump: RolloutDump
+    rollout_id: int | None
     result: NormalizedRewards
+    rows_with_added_keys: list[int]
+    """Rows that have one of the keys already which ``normalize -o`` adds."""
     sizes_from_dump: bool
     warnings: list[str]
     """Those of the result, then those about the file."""
@@ -84,34 +90,55 @@ def load(path: Path, config: NormalizationConfig, sizes: str | None) -> Batch:
         config: The settings.
         sizes: Rows per prompt group, separated by commas; ``none`` ignores those of the dump; None takes them.
     """
-    given = None if sizes is None or sizes == "none" else _parse_sizes(sizes)
-    with kept_warnings() as about_file:
-        dump = _read(path)
-    from_dump = sizes is None and dump.metadata.get(_SIZES) is not None
-    if from_dump:
-        given = _recorded_sizes(path, dump.metadata[_SIZES])
+    if sizes is not None and sizes != "none":
+        _parse_sizes(sizes)  # refused before the file is read
+    taken: list[int] = []
+    with kept_warnings() as about_file, reading(path) as stream:
+        from miles_norm.sample_columns import columns_from_rows
+
+        columns = columns_from_rows(_noting(stream.rows, taken), config)
+    given = group_sizes(path, stream.metadata, sizes)
+    from_dump = sizes is None and given is not None
     with status("normalizing"), kept_warnings():
-        from miles_norm.normalize import normalize_rewards
+        from miles_norm.normalize import normalize_columns
 
         try:
-            result = normalize_rewards(dump.samples, config, given)
+            result = normalize_columns(columns, config, given)
         except GroupingError as error:
             if from_dump and error.subject == _SIZES:
                 raise _stale(path, error) from None
             raise
-    return Batch(path, dump, result, from_dump, [*result.warnings, *about_file])
+    return Batch(path, stream.rollout_id, result, taken, from_dump, [*result.warnings, *about_file])
 
 
-def _read(path: Path) -> RolloutDump:
-    if path.suffix.lower() == ".pt":
+@contextmanager
+def reading(path: Path) -> Iterator[DumpStream]:
+    """The dump as a stream whose rows are taken in the body, with a sign of life."""
+    if path.suffix.lower() in (".pt", ".safetensors"):
         with status(f"reading {path.name}"):
-            from miles_norm.dumps import read_dump
+            from miles_norm.dumps import stream_dump
 
-            return read_dump(path)
-    from miles_norm.dumps import read_dump
+            yield stream_dump(path)
+        return
+    from miles_norm.dumps import stream_dump
 
     with bar(f"reading {path.name}") as progress:
-        return read_dump(path, progress=progress)
+        yield stream_dump(path, progress=progress)
+
+
+def _noting(rows: Iterable[dict[str, Any]], taken: list[int]) -> Iterator[dict[str, Any]]:
+    """The rows, while the numbers of those that have an added key already are noted."""
+    for number, row in enumerate(rows):
+        if not row.keys().isdisjoint(ADDED_KEYS):
+            taken.append(number)
+        yield row
+
+
+def group_sizes(path: Path, metadata: Mapping[str, Any], sizes: str | None) -> list[Any] | None:
+    """Rows per prompt group: as the option gives them, else as the dump records them; ``none`` takes neither."""
+    if sizes is not None:
+        return None if sizes == "none" else _parse_sizes(sizes)
+    return None if metadata.get(_SIZES) is None else _recorded_sizes(path, metadata[_SIZES])
 
 
 def _parse_sizes(text: str) -> list[int]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from miles_norm.cli.inputs import kept_warnings
+from miles_norm.cli.inputs import ADDED_KEYS, kept_warnings
 from miles_norm.cli.waiting import bar
 from miles_norm.errors import DumpError, format_rows
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
 
-__all__ = ["ADDED_KEYS", "check_output", "write_output"]
-
-ADDED_KEYS = ("advantage", "trained", "rollout_reward")
+__all__ = ["check_output", "write_output"]
 
 
 def check_output(path: Path, dump: Path, *, force: bool) -> None:
@@ -41,26 +40,52 @@ def write_output(batch: Batch, path: Path, *, force: bool) -> list[str]:
     Raises:
         DumpError: rows have such a key already and ``force`` is not set; the file cannot be written.
     """
-    from miles_norm.dumps import RolloutDump, write_dump
+    from miles_norm.dumps import stream_dump, write_rows
 
-    samples, result = batch.dump.samples, batch.result
-    taken = [row for row, sample in enumerate(samples) if not sample.keys().isdisjoint(ADDED_KEYS)]
-    if taken and not force:
-        present = sorted({key for row in taken for key in ADDED_KEYS if key in samples[row]})
-        raise DumpError(
-            f"output {path}",
-            got=f"{format_rows(taken)} with the {'key' if len(present) == 1 else 'keys'} {', '.join(present)}",
-            expected=f"rows without {', '.join(ADDED_KEYS)}",
-            reason="values that the dump recorded under these names would be lost",
-            remedy="rename the keys in the dump, or pass --force to replace them",
-            rows=taken,
-        )
-    rewards = result.rollout_rewards[result.index.row_rollout].tolist()
-    columns = zip(samples, result.advantages.tolist(), result.trained_rows.tolist(), rewards, strict=True)
-    rows = [
-        {**sample, "advantage": advantage, "trained": trained, "rollout_reward": None if reward != reward else reward}
-        for sample, advantage, trained, reward in columns
-    ]
+    if batch.rows_with_added_keys and not force:
+        raise _keys_taken(batch, path)
+    total = batch.result.index.num_rows
     with kept_warnings() as warnings, bar(f"writing {path.name}") as progress:
-        write_dump(RolloutDump(rows, batch.dump.rollout_id, batch.dump.metadata), path, progress=progress)
+        stream = stream_dump(batch.path)
+        write_rows(_with_advantages(batch, stream.rows), stream, path, total=total, progress=progress)
     return warnings
+
+
+def _with_advantages(batch: Batch, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    result = batch.result
+    rewards = result.rollout_rewards[result.index.row_rollout].tolist()
+    columns = zip(result.advantages.tolist(), result.trained_rows.tolist(), rewards, strict=True)
+    for number in range(result.index.num_rows):
+        row = next(rows, None)
+        if row is None:
+            raise _changed(batch, f"{number} rows")
+        advantage, trained, reward = next(columns)
+        yield {
+            **row,
+            "advantage": advantage,
+            "trained": trained,
+            "rollout_reward": None if reward != reward else reward,
+        }
+    if next(rows, None) is not None:
+        raise _changed(batch, f"more than {result.index.num_rows} rows")
+
+
+def _changed(batch: Batch, got: str) -> DumpError:
+    return DumpError(
+        f"rollout dump {batch.path}",
+        got=f"{got} at the second reading",
+        expected=f"the {batch.result.index.num_rows} rows of the first one",
+        reason="the file was changed meanwhile, so its rows and the advantages no longer fit together",
+        remedy="wait until the file is complete, then run the command again",
+    )
+
+
+def _keys_taken(batch: Batch, path: Path) -> DumpError:
+    return DumpError(
+        f"output {path}",
+        got=f"{format_rows(batch.rows_with_added_keys)} with one of the keys",
+        expected=f"rows without {', '.join(ADDED_KEYS)}",
+        reason="values that the dump recorded under these names would be lost",
+        remedy="rename the keys in the dump, or pass --force to replace them",
+        rows=batch.rows_with_added_keys,
+    )

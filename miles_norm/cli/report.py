@@ -61,7 +61,7 @@ def print_report(console: Console, batch: Batch, *, show_all: bool) -> None:
 def _print_header(console: Console, batch: Batch, summaries: list[GroupSummary]) -> None:
     result, config = batch.result, batch.result.config
     rollouts = sum(summary.rollouts for summary in summaries)
-    step = "" if batch.dump.rollout_id is None else f", rollout step {batch.dump.rollout_id}"
+    step = "" if batch.rollout_id is None else f", rollout step {batch.rollout_id}"
     show_lines(console, f"{batch.path}{step}", style="bold")
     counts = [(result.index.num_rows, "row"), (rollouts, "rollout"), (len(summaries), "prompt group")]
     named = ", ".join(counted(count, noun) for count, noun in counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,11 +13,11 @@ from miles_norm.plain_values import NotPlainError
 from miles_norm.storage import typed_json
 from miles_norm.storage.cells import NotPlainRowsError, decode_cells, encode_cells
 from miles_norm.storage.dtypes import COLUMN_DTYPES
-from miles_norm.storage.parquet_file import foreign_rows, load_row_groups, save_parquet
+from miles_norm.storage.parquet_file import foreign_rows, load_row_groups, parquet_head, save_parquet
 from miles_norm.storage.safetensors_file import load_safetensors, save_safetensors
 from miles_norm.storage.table import StoredColumn, StoredTable, reading
 
-__all__ = ["load_rows", "save_rows"]
+__all__ = ["load_rows", "save_rows", "stream_rows"]
 
 Progress = Callable[[int, int], None]
 Dump = tuple[Any, Any, Any]
@@ -94,14 +94,28 @@ def load_rows(path: Path, suffix: str, subject: str, progress: Progress | None =
         if suffix == ".safetensors":
             found: Dump = load_safetensors(path, "rollout_dump", subject, None, _rows_of)
             return found
-        rows = foreign_rows(path)
-        if rows is not None:
-            return rows, None, None
-        rows, head = [], None
-        for table in load_row_groups(path, "rollout_dump", subject, None, progress):
-            head = head or typed_json.loads(table.head)
-            rows += _group_rows(table, head)
-        return (rows, head["rollout_id"], head["metadata"]) if head else (rows, None, None)
+        rollout_id, metadata, rows = stream_rows(path, subject, progress)
+        return list(rows), rollout_id, metadata
+
+
+def stream_rows(
+    path: Path, subject: str, progress: Progress | None = None
+) -> tuple[Any, Any, Iterator[dict[str, Any]]]:
+    """rollout_id, metadata, and an iterator over the rows of a Parquet file that holds one row group at a time."""
+    with reading(subject):
+        text = parquet_head(path, "rollout_dump", subject)
+        head = {"rollout_id": None, "metadata": None} if text is None else typed_json.loads(text)
+        rollout_id, metadata = head["rollout_id"], head["metadata"]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        with reading(subject):
+            if text is None:
+                yield from foreign_rows(path, progress)
+                return
+            for table in load_row_groups(path, "rollout_dump", subject, None, progress):
+                yield from _group_rows(table, head)
+
+    return rollout_id, metadata, rows()
 
 
 def _rows_of(table: StoredTable) -> Dump:

@@ -92,12 +92,21 @@ def load_row_groups(
                 progress(number + 1, file.num_row_groups)
 
 
-def foreign_rows(path: Path) -> list[dict[str, Any]] | None:
-    """The rows of a Parquet file that this library did not write, as dicts; None for one that it wrote."""
+def parquet_head(path: Path, kind: str, subject: str) -> str | None:
+    """What the file says about all of its rows; None for a Parquet file that this library did not write."""
     with _opened(path) as (_, file):
-        if _LAYOUT in (file.schema_arrow.metadata or {}):
+        if _LAYOUT not in (file.schema_arrow.metadata or {}):
             return None
-        return [row for number in range(file.num_row_groups) for row in file.read_row_group(number).to_pylist()]
+        return _layout(file, kind, subject)[1]
+
+
+def foreign_rows(path: Path, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file that this library did not write, a dict of all its columns each, group by group."""
+    with _opened(path) as (_, file):
+        for number in range(file.num_row_groups):
+            yield from file.read_row_group(number).to_pylist()
+            if progress is not None:
+                progress(number + 1, file.num_row_groups)
 
 
 def pyarrow_package() -> tuple[Any, Any]:
