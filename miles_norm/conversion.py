@@ -95,8 +95,23 @@ def train_data_from_result(
     metadata: Mapping[str, Any] | None = None,
     loss_config: LossConfig | None = None,
 ) -> TrainData:
-    """``convert_samples_to_train_data`` for samples whose rewards are normalized already."""
-    rows = flatten_samples(samples)[0]
+    """``convert_samples_to_train_data`` for samples whose rewards are normalized already.
+
+    Raises:
+        SampleError: as there, or a result of another number of rows.
+    """
+    rows = [
+        dict(row) if isinstance(row, Mapping) and not isinstance(row, dict) else row
+        for row in flatten_samples(samples)[0]
+    ]
+    if len(rows) != result.index.num_rows:
+        raise SampleError(
+            "samples",
+            got=f"{len(rows)} rows",
+            expected=f"the {result.index.num_rows} rows that the result was computed from",
+            reason="advantages and masks are matched by position",
+            remedy="normalize these samples, or pass those of the result",
+        )
     metadata = metadata or {}
     tokens, lengths = row_field(rows, "tokens"), _response_lengths(rows)
     _check_tokens(tokens, lengths)
@@ -249,12 +264,12 @@ def _adapters(rows: list[Any], metadata: Mapping[str, Any]) -> tuple[dict[str, A
     if not _on_all_rows("adapter", adapters):
         return {}, {}
     slots = [_member(adapter, "slot") for adapter in adapters]
-    lacking = [n for n, slot in enumerate(slots) if slot is None]
+    lacking = [n for n, slot in enumerate(slots) if type(slot) is not int]
     if lacking:
         raise SampleError(
             f"adapter of {format_rows(lacking)}",
-            got="an adapter without a slot",
-            expected="a name and a slot, as in AdapterRef",
+            got=f"the slot {slots[lacking[0]]!r}",
+            expected="a name and a whole number as slot, as in AdapterRef",
             reason="the trainer finds the adapter's weights by its slot",
             remedy="set the slot, or use normalize_rewards where no trainer is involved",
             rows=lacking,
