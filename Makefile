@@ -40,11 +40,11 @@ endef
 export CHECK_PYTHON
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-verl lint format bench clean stale
+.PHONY: help install demo test test-distributed test-verl lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(STALE)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name another with make PYTHON=..." >&2; exit 1; }
@@ -76,6 +76,9 @@ demo: $(VENV)/.demo ## normalize a real rollout dump, then explain one of its ro
 test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 	@$(BIN)/python -m pytest --cov $(PYTEST_ARGS)
 
+test-distributed: $(VENV)/.dev ## gradients over two real processes
+	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
+
 $(VERL_VENV)/.verl: pyproject.toml constraints.txt requirements/verl.txt $(STALE_VERL)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name another with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c "$$CHECK_PYTHON"
@@ -91,8 +94,8 @@ $(VERL_VENV)/.verl: pyproject.toml constraints.txt requirements/verl.txt $(STALE
 	@echo '$(ORIGIN)' > $(VERL_VENV)/.origin
 	@touch $@
 
-test-verl: $(VERL_VENV)/.verl ## advantages against those of verl, in .venv-verl
-	@$(VERL_VENV)/bin/python -m pytest -m integration tests/integration/test_verl_estimators.py $(PYTEST_ARGS)
+test-verl: $(VERL_VENV)/.verl ## advantages and losses against those of verl, in .venv-verl
+	@$(VERL_VENV)/bin/python -m pytest -m integration tests/integration/test_verl_*.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff and mypy, changing nothing
 	@status=0; for check in "ruff check" "ruff format --check" mypy; do \

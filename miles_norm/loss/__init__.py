@@ -13,7 +13,7 @@ from miles_norm.loss.policy import (
     sequence_log_ratio,
     truncated_importance_sampling,
 )
-from miles_norm.loss.reduce import empty_loss, loss_factor, reduce_token_losses
+from miles_norm.loss.reduce import loss_factor, reduce_token_losses
 from miles_norm.loss.scaled_advantages import scale_advantages
 from miles_norm.loss.tokens import row_of_tokens
 from miles_norm.loss.updates import CarriedRollout, UpdatePlan, plan_updates
@@ -25,7 +25,6 @@ __all__ = [
     "UpdatePlan",
     "cispo_loss",
     "clipped_loss",
-    "empty_loss",
     "gspo_loss",
     "kl_loss",
     "loss_factor",

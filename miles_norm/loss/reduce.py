@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from miles_norm.errors import ConfigError
 from miles_norm.loss.tokens import spread_rows, trained_values
 
-__all__ = ["Trainer", "empty_loss", "loss_factor", "reduce_token_losses"]
+__all__ = ["Trainer", "loss_factor", "reduce_token_losses"]
 
 Trainer = Literal["ddp", "fsdp", "accelerate", "megatron", "megatron_per_token"]
 
@@ -71,8 +69,9 @@ def loss_factor(
     megatron: the loss function returns three values, the second of them 1. With the two values of the older form
     Megatron multiplies by the context-parallel size itself: leave ``context_parallel`` at 1.
 
-    Every rank of the group has to run the same number of backwards per update. A rank that has fewer micro-batches, or
-    none, fills up with empty ones; they contribute 0 (``empty_loss``).
+    Every rank of the group has to run the same number of forwards and backwards per update, since gradients are reduced
+    in them. A rank that has fewer micro-batches, or none, fills up with empty ones: no row at all where the model takes
+    that, or any row with a mask of 0. Their loss is 0, and so is its gradient.
 
     Args:
         trainer: Who reduces the gradients.
@@ -109,21 +108,6 @@ def loss_factor(
     raise _wrong_setting(
         "trainer", repr(trainer), ", ".join(get_args(Trainer)), "name the one that reduces the gradients"
     )
-
-
-def empty_loss(parameters: Iterable[Tensor]) -> Tensor:
-    """0, with a gradient of 0 for every parameter: the backward of a micro-batch without rows.
-
-    Why: gradients are reduced when backward reaches the parameters, and a rank that never gets there leaves the others
-    waiting.
-
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> empty_loss(layer.parameters()).backward()
-    >>> layer.weight.grad.tolist()
-    [[0.0, 0.0]]
-    """
-    # The sum over no entry of each: 0 times an entry would be NaN where the entry is infinite.
-    return torch.stack([parameter.flatten()[:0].sum() for parameter in parameters]).sum()
 
 
 def _check_sizes(**sizes: int) -> None:

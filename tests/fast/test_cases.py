@@ -1,6 +1,6 @@
 """Cases from public bug reports (``data/public_reports.json``); ``arithmetic`` has their numbers worked out by hand.
 
-Expectations of a case that concern the loss are named in ``LOSS_SIDE``; any other unknown key is an error.
+Expectations are named in ``REWARD_SIDE`` and ``LOSS_SIDE``; an unknown key is an error.
 """
 
 import json
@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from miles_norm import MilesNormError, NormalizationConfig, RolloutDump, normalize_rewards, read_dump, write_dump
+from miles_norm import (
+    LossConfig,
+    MilesNormError,
+    NormalizationConfig,
+    RolloutDump,
+    UpdateConfig,
+    loss_weights,
+    normalize_rewards,
+    plan_updates,
+    read_dump,
+    write_dump,
+)
+from miles_norm.loss import reduce_token_losses
 from miles_norm.result import NormalizedRewards
 
 CASES = json.loads((Path(__file__).parent / "data" / "public_reports.json").read_text(encoding="utf-8"))
@@ -33,7 +45,7 @@ SETTINGS = {
     "zero_std_tol": "zero_std_tolerance",
 }
 VALUES = {"raise": "error", "require_equal": "shared"}
-# Read by the tests themselves, or by the loss.
+# Read by the tests themselves.
 OTHER_SETTINGS = {"drop_rollouts", "group_sizes", "input", "loss", "reward_dtype"}
 
 REWARD_SIDE = {
@@ -41,7 +53,8 @@ REWARD_SIDE = {
     "metrics", "min_compute_dtype", "must_mention", "n_rollouts", "raw_rewards_preserved", "rollout_token_sums",
     "token_advantages", "tol", "trainable_tokens", "trained_rows", "warning_required",
 }  # fmt: skip
-LOSS_SIDE = {"loss", "micro_batch_losses", "rollout_mass", "row_token_weight", "step_losses"}
+LOSS_SIDE = {"loss", "micro_batch_losses", "rollout_mass", "row_token_weight", "step_losses", "steps"}
+LOSS_SETTINGS = {"count_empty_rollouts", "micro_batches", "mode", "scope", "steps"}
 TEXT = {"alternates", "note"}
 
 # What the case file describes in words, and the warning that has to say it.
@@ -56,14 +69,14 @@ METRICS = {"n_rollouts": "rollouts", "n_rows": "rows", "reward_mean": "reward_me
 
 
 def variants() -> list[Any]:
-    """Every case under its own config, and its alternates under theirs, where they concern the reward side."""
+    """Every case under its own config, and its alternates under theirs."""
     params = []
     for case in CASES:
         params.append(pytest.param(case, case["config"], case["expected"], id=case["id"]))
         for other in case["expected"].get("alternates", []):
             name = f"{case['id']}-{'-'.join(f'{key}={value}' for key, value in other['config'].items())}"
             params.append(pytest.param(case, case["config"] | other["config"], other["expected"], id=name))
-    return [param for param in params if REWARD_SIDE & param.values[2].keys()]
+    return params
 
 
 def numbers(value: Any) -> Any:
@@ -113,6 +126,7 @@ def test_case(case: dict[str, Any], config: dict[str, Any], expected: dict[str, 
     result = normalize_rewards(samples, config_of(config), prompt_group_sizes=config.get("group_sizes"))
     check_rows(result, case, config, expected)
     check_rollouts(result, config, expected)
+    check_loss(result, case, config.get("loss"), expected)
     if "ignored_fields" in expected:
         check_unknown_fields(result, samples, config, expected["ignored_fields"], tmp_path)
 
@@ -169,6 +183,48 @@ def check_rollouts(result: NormalizedRewards, config: dict[str, Any], expected: 
         assert torch.finfo(result.statistics.mean.dtype).bits >= least
 
 
+def check_loss(
+    result: NormalizedRewards, case: dict[str, Any], settings: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
+    if settings is None:
+        assert not LOSS_SIDE & expected.keys()
+        return
+    assert settings.keys() <= LOSS_SETTINGS
+    assert settings["mode"] == "per_rollout_mean"
+    config = LossConfig(
+        aggregation="rollout_mean",
+        count_empty_rollouts=settings.get("count_empty_rollouts", True),
+        scope={"step": "update", "batch": "batch"}[settings.get("scope", "step")],
+    )
+    weights, rows = loss_weights(result, config), case["rows"]
+
+    def loss(of: list[int], weights: torch.Tensor = weights) -> float:
+        masks = [torch.tensor(rows[n]["loss_mask"] or [1] * rows[n]["response_length"]) for n in of]
+        losses = torch.cat([torch.tensor(rows[n]["token_losses"], dtype=torch.float64) for n in of])
+        row = torch.repeat_interleave(torch.arange(len(of)), torch.tensor([len(mask) for mask in masks]))
+        return float(reduce_token_losses(losses, weights[of], torch.cat(masks), rows=row))
+
+    if "row_token_weight" in expected:
+        assert weights.tolist() == pytest.approx(expected["row_token_weight"], rel=1e-12)
+    if "loss" in expected:
+        assert loss(list(range(len(rows)))) == pytest.approx(expected["loss"], rel=1e-12)
+    if "micro_batch_losses" in expected:
+        assert [loss(of) for of in settings["micro_batches"]] == pytest.approx(expected["micro_batch_losses"])
+    if "rollout_mass" in expected:
+        mass = torch.zeros(result.index.num_rollouts, dtype=torch.float64)
+        mass.index_add_(0, result.index.row_rollout, weights * result.trainable_tokens)
+        ids = map(str, result.index.rollout_ids)
+        assert dict(zip(ids, mass.tolist(), strict=True)) == pytest.approx(expected["rollout_mass"])
+    if "step_losses" in expected or "steps" in expected:
+        steps = expected.get("steps", settings["steps"])
+        size = len({int(result.index.row_rollout[row]) for row in steps[0]})
+        plan = plan_updates(result, UpdateConfig(rollouts_per_update=size))
+        assert plan.updates == steps
+        of_plan = loss_weights(result, config, plan)
+        losses = [loss(update, of_plan) for update in plan.updates]
+        assert losses == pytest.approx(expected["step_losses"], rel=1e-12)
+
+
 def check_unknown_fields(
     result: NormalizedRewards, rows: list[dict[str, Any]], config: dict[str, Any], fields: list[str], folder: Path
 ) -> None:
@@ -183,6 +239,6 @@ def check_unknown_fields(
 
 def test_no_case_is_lost() -> None:
     assert len(CASES) == 40
-    checked = {param.values[0]["id"] for param in variants()}
-    # These say something about the loss only.
-    assert {case["id"] for case in CASES} - checked == {"LOS-01A", "LOS-02A", "LOS-04A"}
+    assert {param.values[0]["id"] for param in variants()} == {case["id"] for case in CASES}
+    for param in variants():
+        assert (REWARD_SIDE | LOSS_SIDE) & param.values[2].keys()
