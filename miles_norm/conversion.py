@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from miles_norm.loss import loss_weights
 from miles_norm.normalize import normalize_rewards
 from miles_norm.ragged import Ragged
 from miles_norm.result import NormalizedRewards
-from miles_norm.sample_columns import flatten_samples, row_field
+from miles_norm.sample_columns import flatten_samples, row_fields
 from miles_norm.train_data import TrainData
 
 __all__ = ["convert_samples_to_train_data", "train_data_from_result"]
@@ -100,10 +100,9 @@ def train_data_from_result(
     Raises:
         SampleError: as there, or a result of another number of rows.
     """
-    rows = [
-        dict(row) if isinstance(row, Mapping) and not isinstance(row, dict) else row
-        for row in flatten_samples(samples)[0]
-    ]
+    rows = flatten_samples(samples)[0]
+    if any(issubclass(kind, Mapping) and not issubclass(kind, dict) for kind in set(map(type, rows))):
+        rows = [dict(row) if isinstance(row, Mapping) else row for row in rows]
     if len(rows) != result.index.num_rows:
         raise SampleError(
             "samples",
@@ -112,10 +111,10 @@ def train_data_from_result(
             reason="advantages and masks are matched by position",
             remedy="normalize these samples, or pass those of the result",
         )
-    metadata = metadata or {}
-    tokens, lengths = row_field(rows, "tokens"), _response_lengths(rows)
+    metadata, field = metadata or {}, row_fields(rows)
+    tokens, masks = field("tokens"), field("loss_mask")
+    lengths = _response_lengths(field("response_length"), masks)
     _check_tokens(tokens, lengths)
-    masks = row_field(rows, "loss_mask")
     _check_lengths("loss_mask", masks, lengths)
     index = result.index
     mask_sums = torch.zeros(index.num_rollouts, dtype=torch.int64, device=index.row_rollout.device)
@@ -126,22 +125,23 @@ def train_data_from_result(
         "rewards": result.advantages,
         "raw_reward": result.raw_rewards,
         "truncated": _truncated(result),
-        "sample_indices": _integers_or_list(row_field(rows, "index")),
+        "sample_indices": _integers_or_list(field("index")),
         "rollout_ids": _rollout_ids(result),
         "loss_masks": Ragged.from_rows(_final_masks(masks, lengths, result), torch.uint8),
         "rollout_mask_sums": mask_sums[index.row_rollout],
         "weights": loss_weights(result, loss_config),
         "trained": result.trained_rows,
     }
-    columns |= _optional_columns(rows, tokens, lengths)
-    adapters, step = _adapters(rows, metadata)
+    columns |= _optional_columns(field, tokens, lengths)
+    adapters, step = _adapters(field, metadata)
     columns |= adapters
     step |= {name: metadata[name] for name in STEP_FIELDS if metadata.get(name) is not None and name not in step}
     return TrainData(columns, step)
 
 
-def _response_lengths(rows: list[Any]) -> list[int]:
-    given, masks = row_field(rows, "response_length"), row_field(rows, "loss_mask")
+def _response_lengths(given: list[Any], masks: list[Any]) -> list[int]:
+    if set(map(type, given)) == {int}:
+        return given
     lengths = [
         len(mask) if length is None and mask is not None else length for length, mask in zip(given, masks, strict=True)
     ]
@@ -166,6 +166,8 @@ def _check_tokens(tokens: list[Any], lengths: list[int]) -> None:
 
 def _check_lengths(name: str, values: list[Any], lengths: Sequence[int]) -> None:
     """Refuse values of another length; None is no value."""
+    if not any(value is None for value in values) and list(map(len, values)) == lengths:
+        return
     bad = [
         n
         for n, (value, length) in enumerate(zip(values, lengths, strict=True))
@@ -188,7 +190,7 @@ def _truncated(result: NormalizedRewards) -> Tensor:
 
 
 def _integers_or_list(values: list[Any]) -> Tensor | list[Any]:
-    if all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
+    if set(map(type, values)) == {int} and min(values) >= -(2**63) and max(values) < 2**63:
         return torch.tensor(values, dtype=torch.int64)
     return values
 
@@ -220,25 +222,28 @@ def _zeros_like(mask: Any) -> Any:
     return np.zeros_like(mask) if isinstance(mask, np.ndarray) else [0] * len(mask)
 
 
-def _optional_columns(rows: list[Any], tokens: list[Any], lengths: list[int]) -> dict[str, Any]:
+def _optional_columns(field: Callable[[str], list[Any]], tokens: list[Any], lengths: list[int]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name, dtype in (TOKEN_FIELDS | ROUTING_FIELDS).items():
-        values = row_field(rows, name)
+        values = field(name)
         if _on_all_rows(name, values):
             expected = lengths if name in TOKEN_FIELDS else [max(len(row) - 1, 0) for row in tokens]
             _check_lengths(name, values, expected)
             columns[name] = Ragged.from_rows(values, dtype)
-    train_metadata = row_field(rows, "train_metadata")
+    train_metadata = field("train_metadata")
     if _on_all_rows("train_metadata", train_metadata):
         columns["metadata"] = train_metadata
     # A row without images or without a recorded version is no mistake.
     for name, empty in (("multimodal_train_inputs", None), ("weight_versions", [])):
-        values = row_field(rows, name)
+        values = field(name)
         if any(value is not None and (name != "weight_versions" or len(value)) for value in values):
             columns[name] = [empty if value is None else value for value in values]
-    metadata = row_field(rows, "metadata")
+    metadata = [entry if isinstance(entry, dict | Mapping) else {} for entry in field("metadata")]
+    present = set().union(*metadata)
     for name in METADATA_FIELDS:
-        values = [entry.get(name) if isinstance(entry, Mapping) else None for entry in metadata]
+        if name not in present:
+            continue
+        values = [entry.get(name) for entry in metadata]
         if _on_all_rows(f"metadata[{name!r}]", values):
             columns[name] = values
     return columns
@@ -258,9 +263,9 @@ def _on_all_rows(name: str, values: list[Any]) -> bool:
     return not lacking
 
 
-def _adapters(rows: list[Any], metadata: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _adapters(field: Callable[[str], list[Any]], metadata: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Columns and step entries of a batch with several adapters."""
-    adapters = row_field(rows, "adapter")
+    adapters = field("adapter")
     if not _on_all_rows("adapter", adapters):
         return {}, {}
     slots = [_member(adapter, "slot") for adapter in adapters]
@@ -275,7 +280,7 @@ def _adapters(rows: list[Any], metadata: Mapping[str, Any]) -> tuple[dict[str, A
             rows=lacking,
         )
     step_slots = sorted(metadata.get("step_slots") or [])
-    sizes = _step_batch_sizes(rows, slots, set(step_slots))
+    sizes = _step_batch_sizes(field("metadata"), slots, set(step_slots))
     step = {
         "step_slots": step_slots,
         "step_adapter_names": sorted(metadata.get("step_adapter_names") or []),
@@ -284,11 +289,11 @@ def _adapters(rows: list[Any], metadata: Mapping[str, Any]) -> tuple[dict[str, A
     return {"adapter_slots": torch.tensor(slots, dtype=torch.int64)}, step
 
 
-def _step_batch_sizes(rows: list[Any], slots: list[int], stepped: set[int]) -> dict[int, int]:
+def _step_batch_sizes(of_rows: list[Any], slots: list[int], stepped: set[int]) -> dict[int, int]:
     """Rollouts per update of each adapter that is stepped, as its samples' metadata say."""
     sizes: dict[int, int] = {}
     lacking = []
-    for row, (metadata, slot) in enumerate(zip(row_field(rows, "metadata"), slots, strict=True)):
+    for row, (metadata, slot) in enumerate(zip(of_rows, slots, strict=True)):
         if slot in stepped:
             size = metadata.get("adapter_global_batch_size") if isinstance(metadata, Mapping) else None
             if size is None:

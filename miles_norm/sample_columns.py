@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from torch import Tensor
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.masks import count_mask, counted
+from miles_norm.masks import count_byte_masks, count_mask, counted
 from miles_norm.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 
-__all__ = ["columns_from_rows", "columns_from_samples", "flatten_samples", "row_field"]
+__all__ = ["columns_from_rows", "columns_from_samples", "flatten_samples", "row_field", "row_fields"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | N
     config = config or NormalizationConfig()
     rows, sizes, rollout_lists = flatten_samples(samples)
     _check_rows(rows)
-    return _columns(lambda name: row_field(rows, name), config, sizes, rollout_lists)
+    return _columns(row_fields(rows), config, sizes, rollout_lists)
 
 
 def columns_from_rows(rows: Iterable[Mapping[str, Any]], config: NormalizationConfig | None = None) -> RolloutColumns:
@@ -87,8 +88,9 @@ def _columns(
     """Columns from the fields of all rows."""
     rollouts, collisions = _rollout_ids(field("rollout_id"), field("index"), rollout_lists)
     removed, padding = field("remove_sample"), field("is_padding")
-    status = [_status(value) for value in field("status")]
-    adapters = [_adapter_name(value) for value in field("adapter")]
+    status, adapters = _statuses(field("status")), field("adapter")
+    if any(value is not None for value in adapters):
+        adapters = [_adapter_name(value) for value in adapters]
     groups = _group_ids(field, config.group_key)
     given = field("reward")
     components = reward_components(given, config) if config.options.gdpo_components else None
@@ -150,9 +152,8 @@ def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] 
 
 
 def _check_rows(rows: list[Any]) -> None:
-    for i, row in enumerate(rows):
-        if isinstance(row, Mapping) and not isinstance(row, dict):
-            rows[i] = dict(row)
+    if any(issubclass(kind, Mapping) and not issubclass(kind, dict) for kind in set(map(type, rows))):
+        rows[:] = [dict(row) if isinstance(row, Mapping) and not isinstance(row, dict) else row for row in rows]
     readable = {kind: kind is dict or issubclass(kind, dict) for kind in set(map(type, rows))}
     bad = [i for i, row in enumerate(rows) if not (readable[type(row)] or hasattr(row, "reward"))]
     if bad:
@@ -172,7 +173,25 @@ def _not_rows(subject: str, got: str, rows: Sequence[int]) -> SampleError:
 
 def row_field(rows: list[Any], name: str) -> list[Any]:
     """One field of all rows, None where a row lacks it."""
-    return [row.get(name) if isinstance(row, dict) else getattr(row, name, None) for row in rows]
+    return row_fields(rows)(name)
+
+
+def row_fields(rows: list[Any]) -> Callable[[str], list[Any]]:
+    """``row_field`` for several fields of the same rows: what kind of rows they are is found out once."""
+    kinds = set(map(type, rows))
+    dicts = [issubclass(kind, dict) for kind in kinds]
+
+    def field(name: str) -> list[Any]:
+        if all(dicts):
+            return [row.get(name) for row in rows]
+        if not any(dicts) and name.isidentifier():  # attrgetter would follow dots
+            try:
+                return list(map(attrgetter(name), rows))
+            except AttributeError:
+                pass
+        return [row.get(name) if isinstance(row, dict) else getattr(row, name, None) for row in rows]
+
+    return field
 
 
 def _group_ids(field: Callable[[str], list[Any]], key: str) -> list[Any]:
@@ -206,11 +225,20 @@ def _rollout_ids(
 
 
 def _known(values: list[Any]) -> list[Any]:
+    if set(map(type, values)) <= {int, str, type(None)}:
+        return values
     return [None if isinstance(v, float | np.floating) and math.isnan(v) else v for v in values]
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int | str)
+
+
+def _statuses(values: list[Any]) -> list[str | None]:
+    if set(map(type, values)) <= {str, type(None)}:
+        known = {value: _status(value) for value in set(values)}
+        return [known[value] for value in values]
+    return [_status(value) for value in values]
 
 
 def _status(value: Any) -> str | None:
@@ -226,7 +254,10 @@ def _adapter_name(value: Any) -> Hashable:
 
 
 def _trainable_tokens(masks: list[Any], lengths: list[Any]) -> list[int]:
-    counts: list[int] = []
+    counts: list[int] | None = count_byte_masks(masks)
+    if counts is not None:
+        return counts
+    counts = []
     problems: dict[int, str] = {}
     for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
         try:

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_norm.masks import count_mask
+from miles_norm.errors import SampleError
+from miles_norm.masks import count_byte_masks, count_mask
+from miles_norm.sample_columns import columns_from_samples, row_field
 
 KINDS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
@@ -77,3 +79,42 @@ def test_refuses_lists_and_arrays_of_other_entries(entries: list[Any], padding: 
 def test_refuses_what_is_no_mask(mask: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         count_mask(mask)
+
+
+def test_many_byte_masks_at_once() -> None:
+    masks = [np.array([1, 0, 1], dtype=np.uint8), np.zeros(0, dtype=np.uint8), np.array([True, True])] * 30
+    assert count_byte_masks(masks) == [count_mask(mask) for mask in masks] == [2, 0, 2] * 30
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        np.array([0, 2], dtype=np.uint8),
+        np.array([0, 255], dtype=np.uint8),
+        np.zeros((1, 2), dtype=np.uint8),
+        np.array([1, 0], dtype=np.int8),
+        np.array([1.0]),
+        [1, 0],
+        None,
+    ],
+)
+def test_other_masks_are_left_to_the_one_that_names_rows(odd: Any) -> None:
+    byte = np.ones(3, dtype=np.uint8)
+    assert count_byte_masks([byte, odd]) is None
+    assert count_byte_masks([byte] * 40 + [odd]) is None
+
+
+def test_byte_masks_with_other_entries_are_errors_that_name_the_row() -> None:
+    rows = [{"reward": 1.0, "loss_mask": np.array(mask, dtype=np.uint8)} for mask in ([1, 0], [1, 3], [2, 0])]
+    with pytest.raises(
+        SampleError, match=r"(?s)trainable tokens of rows 1, 2\n.*row 1: .*such as 3; row 2: .*such as 2"
+    ):
+        columns_from_samples(rows)
+
+
+def test_a_field_name_with_a_dot_is_one_name() -> None:
+    """A group key such as task.id must not be followed through attributes."""
+    rows = [type("Row", (), {"reward": 1.0, "task.id": 7, "task": type("Task", (), {"id": 8})})() for _ in range(2)]
+    assert row_field(rows, "task.id") == [7, 7]
+    assert row_field([*rows, {"task.id": 9}], "task.id") == [7, 7, 9]
+    assert row_field(rows, "absent") == [None, None]

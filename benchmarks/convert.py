@@ -1,0 +1,194 @@
+"""How fast do samples become train data? Ratios against a plain conversion to a dict of lists, measured in this run.
+
+    python benchmarks/convert.py            2,500 rows of 8,192 tokens, about a minute, 2 GB
+    python benchmarks/convert.py --short    250 rows of 2,048 tokens
+    python benchmarks/convert.py --json F   the figures to a file as well
+
+The plain conversion does what trainers do: a row's reward is looked up per rollout (the sibling with the most trainable
+tokens, for which every mask is summed), normalized per prompt group, masks are filled and zeroed, and every mask is
+summed again for the tokens of its rollout. It gets Python lists in all comparisons; ours gets the same lists, then an
+array per row and field, as rollout engines make them, then views of one buffer per field, as files give them. Results
+are compared first.
+Times are the best of several runs; memory is the growth of the peak of a process of its own, as a share of the payload.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import multiprocessing
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles_norm import NormalizationConfig, Sample, convert_samples_to_train_data
+
+FAN_OUT = (1, 2, 3, 4, 5)
+FAN_OUT_SHARES = (0.36, 0.22, 0.18, 0.13, 0.11)
+ROLLOUTS_PER_GROUP = 8
+CONFIG = NormalizationConfig(advantage_estimator="grpo")
+
+
+def make_samples(rows: int, tokens: int, kind: str, seed: int = 0) -> list[Sample]:
+    """Rows of one length, three quarters of it response; 60% of the response is trainable.
+
+    ``kind`` is "lists", "arrays" (one per row) or "views" (of one array per field).
+    """
+    rng = np.random.default_rng(seed)
+    fan_out = rng.choice(FAN_OUT, p=FAN_OUT_SHARES, size=rows)
+    rollout = np.repeat(np.arange(rows), fan_out)[:rows].tolist()
+    reward = rng.random(rows)
+    response = tokens * 3 // 4
+    ids = rng.integers(0, 150_000, (rows, tokens))
+    masks = (rng.random((rows, response)) < 0.6).astype(np.uint8)
+    log_probs = rng.random((rows, response), dtype=np.float32) - 1
+    give = {"lists": np.ndarray.tolist, "arrays": np.ndarray.copy, "views": lambda row: row}[kind]
+    return [
+        Sample(
+            group_index=rollout[n] // ROLLOUTS_PER_GROUP,
+            index=rollout[n],
+            tokens=give(ids[n]),
+            response_length=response,
+            reward=float(reward[rollout[n]]),
+            loss_mask=give(masks[n]),
+            rollout_log_probs=give(log_probs[n]),
+            remove_sample=n % 50 == 49,
+            status="completed",
+        )
+        for n in range(rows)
+    ]
+
+
+def payload(rows: int, tokens: int) -> int:
+    """Bytes of the arrays: int64 ids, uint8 masks and float32 log-probs."""
+    return rows * (8 * tokens + 5 * (tokens * 3 // 4))
+
+
+def plain_rewards(samples: list[Sample]) -> list[float]:
+    groups: dict[Any, dict[Any, list[int]]] = {}
+    for row, sample in enumerate(samples):
+        groups.setdefault(sample.group_index, {}).setdefault(sample.index, []).append(row)
+    rewards = [0.0] * len(samples)
+    for rollouts in groups.values():
+        spoken = []
+        for rows in rollouts.values():
+            trainable = [0 if samples[row].remove_sample else sum(samples[row].loss_mask) for row in rows]
+            spoken.append(samples[rows[trainable.index(max(trainable))]].reward)
+        values = torch.tensor(spoken, dtype=torch.float32)
+        scale = values.std() + 1e-6 if len(spoken) > 1 else 1.0
+        values = (values - values.mean()) / scale
+        for rows, value in zip(rollouts.values(), values.tolist(), strict=True):
+            for row in rows:
+                rewards[row] = value
+    return rewards
+
+
+def plain_conversion(samples: list[Sample]) -> dict[str, Any]:
+    rewards = plain_rewards(samples)
+    loss_masks = []
+    for sample in samples:
+        mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+        assert len(mask) == sample.response_length
+        loss_masks.append([0] * sample.response_length if sample.remove_sample else mask)
+    ids = [sample.index if sample.rollout_id is None else sample.rollout_id for sample in samples]
+    sums: dict[Any, int] = {}
+    for rollout, mask in zip(ids, loss_masks, strict=True):
+        sums[rollout] = sums.get(rollout, 0) + sum(mask)
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": rewards,
+        "raw_reward": [sample.reward for sample in samples],
+        "truncated": [1 if sample.status == "truncated" else 0 for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "rollout_ids": ids,
+        "loss_masks": loss_masks,
+        "rollout_mask_sums": [sums[rollout] for rollout in ids],
+        "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
+    }
+
+
+def ours(samples: list[Sample]) -> Any:
+    return convert_samples_to_train_data(samples, CONFIG)
+
+
+def check_same(samples: list[Sample]) -> None:
+    expected, found = plain_conversion(samples), ours(samples).as_miles_dict()
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(torch.tensor(found.pop("rewards")), torch.tensor(expected.pop("rewards")))
+    assert found == expected
+
+
+def best(call: Callable[[], object], seconds: float = 2.0) -> float:
+    call()
+    gc.collect()
+    times: list[float] = []
+    while (sum(times) < seconds and len(times) < 200) or len(times) < 3:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _peak(rows: int, tokens: int, kind: str, queue: "multiprocessing.Queue[float]") -> None:
+    ours(make_samples(100, 16, kind))  # load everything that is loaded on first use
+    samples = make_samples(rows, tokens, kind)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to what is resident now
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    data = ours(samples)
+    assert len(data) == rows
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    queue.put((peak - before) / payload(rows, tokens))
+
+
+def peak_share(rows: int, tokens: int, kind: str) -> float:
+    context = multiprocessing.get_context("spawn")
+    queue: multiprocessing.Queue[float] = context.Queue()
+    process = context.Process(target=_peak, args=(rows, tokens, kind, queue))
+    process.start()
+    value = queue.get(timeout=300)
+    process.join()
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="smaller sizes, a few seconds")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    rows, tokens = (250, 2_048) if options.short else (2_500, 8_192)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, Python {platform.python_version()}")
+    check_same(make_samples(100, 1_500, "lists"))
+    samples = make_samples(rows, tokens, "lists")
+    plain = best(lambda: plain_conversion(samples))
+    figures: dict[str, Any] = {"rows": rows, "tokens_per_row": tokens, "plain_ms": plain * 1e3}
+    print(f"{rows} rows of {tokens} tokens, fan-out {', '.join(map(str, FAN_OUT))}")
+    print(f"{'conversion':<16} {'ms':>8} {'us/row':>7} {'x faster':>9}  peak extra memory")
+    print(f"{'plain, lists':<16} {plain * 1e3:>8.1f} {plain / rows * 1e6:>7.2f} {'1':>9}")
+    for kind in ("lists", "arrays", "views"):
+        samples = []  # before the next ones are made
+        samples = make_samples(rows, tokens, kind)
+        own = best(functools.partial(ours, samples))
+        figures[kind] = {"ms": own * 1e3, "times_faster": plain / own}
+        memory = ""
+        if kind != "lists":
+            assert np.shares_memory(ours(samples)["tokens"].row(0), samples[0].tokens)
+            if sys.platform == "linux":
+                figures[kind]["peak_share_of_payload"] = peak_share(rows, tokens, kind)
+                memory = f"{figures[kind]['peak_share_of_payload']:.2%} of the payload"
+        print(f"{'ours, ' + kind:<16} {own * 1e3:>8.1f} {own / rows * 1e6:>7.2f} {plain / own:>9.1f}  {memory}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
