@@ -46,6 +46,8 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
     >>> [t.tolist() for t in rows_to_tokens(torch.tensor([2.0, -1.0]), [[1, 0], [0, 1, 1]])]
     [[2.0, 0.0], [0.0, -1.0, -1.0]]
     """
+    if masks is None:
+        raise _bad_masks("loss masks", "None", ())
     if len(masks) != len(values):
         raise _bad_masks("loss masks", f"{len(masks)} masks for {len(values)} rows", ())
     if isinstance(masks, Tensor):

@@ -3,6 +3,7 @@
     MilesNormError
     ├── ConfigError (ValueError)              a setting that does not exist, does not fit, or contradicts another
     ├── SampleError (ValueError)              a row whose fields cannot be read
+    │   ├── NoSuchRowError (IndexError)       a row number beyond the batch
     │   └── RewardError (ValueError)          a reward that is no number
     │       ├── MissingRewardError            an unscored row under ``missing_reward="error"``
     │       └── DisagreeingRewardsError       siblings with different rewards under ``rollout_reward="shared"``
@@ -25,6 +26,7 @@ __all__ = [
     "MilesNormError",
     "MissingDependencyError",
     "MissingRewardError",
+    "NoSuchRowError",
     "RewardError",
     "SampleError",
     "UnsafeDumpError",
@@ -79,6 +81,10 @@ class ConfigError(MilesNormError, ValueError):
 
 class SampleError(MilesNormError, ValueError):
     """A row whose fields cannot be read: wrong type, wrong length, or missing."""
+
+
+class NoSuchRowError(SampleError, IndexError):
+    """A row number beyond the batch, or no row number at all."""
 
 
 class RewardError(SampleError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles_norm.advantages import ESTIMATORS, EstimatorInputs, whitened
+from miles_norm.advantages import ESTIMATORS, EstimatorInputs, batch_moments, rescaled
 from miles_norm.config import NormalizationConfig
 from miles_norm.counting import GroupedRewards
 from miles_norm.errors import GroupingError, RewardError, format_rows
@@ -14,16 +14,22 @@ from miles_norm.rewards import RolloutRewards
 
 __all__ = ["rollout_advantages"]
 
+Moments = tuple[float, float] | None
+"""Mean and deviation over the batch."""
 
-def rollout_advantages(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> Tensor:
-    """float32 ``[R]``: the estimator's formula, then the rules that hold for all of them."""
+
+def rollout_advantages(
+    rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig
+) -> tuple[Tensor, Moments]:
+    """float32 ``[R]``: the estimator's formula, then the rules that hold for all of them; and what whitening took."""
     statistics = grouped.statistics
+    moments: Moments = None
     if not config.normalizes_groups:
         advantages = rewards.values
     else:
         if config.singleton == "error" and bool((statistics.count == 1).any()):
             raise _singletons(grouped, torch.nonzero(statistics.count == 1)[:, 0].tolist())
-        advantages = _estimate(rewards, grouped, config)
+        advantages, moments = _estimate(rewards, grouped, config)
     counted = grouped.counted
     if counted is not None:
         advantages = advantages.masked_fill(~counted, 0.0)
@@ -31,10 +37,10 @@ def rollout_advantages(rewards: RolloutRewards, grouped: GroupedRewards, config:
     finite = torch.isfinite(narrow)
     if not bool(finite.all()):
         raise _too_large(advantages, ~finite, grouped.index)
-    return narrow
+    return narrow, moments
 
 
-def _estimate(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> Tensor:
+def _estimate(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> tuple[Tensor, Moments]:
     """float64 ``[R]``: the group stage, and whitening over the batch where it is asked for."""
     index, statistics = grouped.index, grouped.statistics
     estimator = ESTIMATORS[config.advantage_estimator]
@@ -47,16 +53,15 @@ def _estimate(rewards: RolloutRewards, grouped: GroupedRewards, config: Normaliz
         advantages = advantages.masked_fill(statistics.equal[index.rollout_group], 0.0)
     if config.singleton == "raw":
         advantages = torch.where((statistics.count == 1)[index.rollout_group], rewards.values, advantages)
-    if config.options.whitening == "none":
-        return advantages
-    return whitened(
-        advantages,
-        inputs.counted,
-        tokens=inputs.tokens if config.options.whitening == "token" else None,
-        shift=config.options.whitening_shift,
-        ddof=config.std_ddof,
-        std_epsilon=config.std_epsilon,
-    )
+    options = config.options
+    if options.whitening == "none":
+        return advantages, None
+    tokens = inputs.tokens if options.whitening == "token" else None
+    moments = batch_moments(advantages, inputs.counted, tokens=tokens, ddof=config.std_ddof)
+    if moments is None:
+        return advantages, None
+    scaled = rescaled(advantages, moments, shift=options.whitening_shift, std_epsilon=config.std_epsilon)
+    return scaled, moments
 
 
 def _inputs(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> EstimatorInputs:

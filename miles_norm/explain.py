@@ -6,8 +6,8 @@ import operator
 from typing import TYPE_CHECKING
 
 from miles_norm.advantages import ESTIMATORS
-from miles_norm.config import NormalizationConfig
 from miles_norm.counting import Exclusion
+from miles_norm.errors import NoSuchRowError
 
 if TYPE_CHECKING:
     from miles_norm.result import NormalizedRewards
@@ -46,11 +46,17 @@ def explain_row(result: NormalizedRewards, row: int) -> str:
     """The chain from a row to its advantage: group, rollout, speaker, statistics, arithmetic.
 
     Raises:
-        IndexError: no such row.
+        NoSuchRowError: no such row.
     """
     index = result.index
     if isinstance(row, bool) or not hasattr(row, "__index__") or not 0 <= operator.index(row) < index.num_rows:
-        raise IndexError(f"row {row!r}: expected a row number from 0 to {index.num_rows - 1}")
+        raise NoSuchRowError(
+            f"row {row!r}",
+            got=f"a batch of {index.num_rows} rows",
+            expected=f"a row number from 0 to {index.num_rows - 1}",
+            reason="rows are numbered in flattened order",
+            remedy="name a row of this batch",
+        )
     row = operator.index(row)
     rollout = int(index.row_rollout[row])
     group = int(index.rollout_group[rollout])
@@ -68,12 +74,12 @@ def explain_row(result: NormalizedRewards, row: int) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.7g}"
+    return "none" if value != value else f"{value:.7g}"
 
 
-def _listed(items: list[str], separator: str = ", ") -> str:
-    rest = f"{separator}and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
-    return separator.join(items[:_LISTED]) + rest
+def _listed(items: list[str], separator: str = ", ", limit: int = _LISTED) -> str:
+    rest = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + rest
 
 
 def _group(result: NormalizedRewards, group: int) -> str:
@@ -105,7 +111,9 @@ def _speaker(result: NormalizedRewards, rollout: int) -> str:
     value = _number(float(result.rollout_rewards[rollout]))
     policy = config.rollout_reward
     if policy == "mainstream":
-        why = f"row {speaker} speaks, with the most trainable tokens"
+        spoken = rewards.speaking_tokens[rows].tolist()
+        tied = spoken.count(max(spoken)) > 1
+        why = f"row {speaker} speaks, {'the first of those ' if tied else ''}with the most trainable tokens"
     elif policy == "shared":
         why = "all siblings share it"
     elif policy in ("first", "last"):
@@ -118,8 +126,9 @@ def _speaker(result: NormalizedRewards, rollout: int) -> str:
     for row in rows:
         padding = result.columns.padding is not None and bool(result.columns.padding[row])
         own, tokens = float(rewards.row_values[row]), int(rewards.speaking_tokens[row])
-        described.append(f"row {row}: {_number(own)}, {tokens} tokens{', padding' if padding else ''}")
-    return f"{value}: {why} ({_listed(described, '; ')})"
+        amount = "1 token" if tokens == 1 else f"{tokens} tokens"
+        described.append(f"row {row}: {_number(own)}, {amount}{', padding' if padding else ''}")
+    return f"{value}: {why} ({_listed(described, '; ', limit=6)})"
 
 
 def _statistics(result: NormalizedRewards, group: int) -> str:
@@ -154,8 +163,9 @@ def _arithmetic(result: NormalizedRewards, row: int, rollout: int, group: int) -
         return f"{advantage}: a group of one has no baseline (singleton is {config.singleton!r})"
     estimator = ESTIMATORS[config.advantage_estimator]
     if bool(statistics.equal[group]) and estimator.zero_where_equal:
+        shifted = f"; {_whitened('0', result)} = {advantage}" if result.config.options.whitening_shift else ""
         tolerance = f", within zero_std_tolerance {config.zero_std_tolerance:g}" if config.zero_std_tolerance else ""
-        return f"{advantage}: all rewards of the group are equal{tolerance}"
+        return f"{'0' if shifted else advantage}: all rewards of the group are equal{tolerance}{shifted}"
     formula = estimator.formula(config)
     mean, std = _number(float(statistics.mean[group])), _number(float(statistics.std[group]))
     filled = formula.format(
@@ -167,28 +177,33 @@ def _arithmetic(result: NormalizedRewards, row: int, rollout: int, group: int) -
         maximum=_number(float(statistics.maximum[group])),
         baseline=_number(float(result.rollout_rewards[rollout]) - float(result.rollout_advantages[rollout])),
     )
-    return f"{config.advantage_estimator}: {_whitened(filled, config)} = {advantage}"
+    return f"{config.advantage_estimator}: {_whitened(filled, result)} = {advantage}"
 
 
-def _whitened(formula: str, config: NormalizationConfig) -> str:
-    options = config.options
-    if options.whitening == "none":
+def _whitened(formula: str, result: NormalizedRewards) -> str:
+    options = result.config.options
+    if result.whitening is None:
         return formula
-    shift = " - batch mean" if options.whitening_shift else ""
-    return f"({formula}{shift}) / (deviation over the batch, by {options.whitening}, + {config.std_epsilon:g})"
+    mean, std = (_number(value) for value in result.whitening)
+    shift = f" - {mean}" if options.whitening_shift else ""
+    divisor = f"{std} + {result.config.std_epsilon:g}"
+    return f"({formula}{shift}) / ({divisor}), the deviation over the batch by {options.whitening},"
 
 
 def _training(result: NormalizedRewards, row: int) -> str:
     columns = result.columns
     tokens = int(result.trainable_tokens[row])
     if tokens:
-        return f"{tokens} trainable {'token carries' if tokens == 1 else 'tokens carry'} it"
+        amount = "1 trainable token" if tokens == 1 else f"{tokens} trainable tokens"
+        if float(result.advantages[row]) == 0:
+            return f"{amount}, which an advantage of 0 does not move"
+        return f"{amount} {'carries' if tokens == 1 else 'carry'} it"
     if columns.padding is not None and bool(columns.padding[row]):
         return "none of its tokens is trained: it is padding"
     if columns.removed is not None and bool(columns.removed[row]):
         return "none of its tokens is trained: remove_sample is set"
     if int(columns.trainable_tokens[row]) == 0:
-        return "none of its tokens is trained: its loss mask is 0 everywhere"
+        return "none of its tokens is trained: it has no trainable token"
     if int(result.rewards.row_tokens[row]) == 0:
         return "none of its tokens is trained: the rollout was truncated (truncated_rollouts is 'untrain')"
     return "none of its tokens is trained: it is excluded"

@@ -174,6 +174,9 @@ def _choose_rule(
     found = (
         f"{config.group_key!r} is missing on {format_rows(lacking)}" if lacking else f"no row has {config.group_key!r}"
     )
+    remedy = f"set {config.group_key} on every row when it is sampled, or pass prompt_group_sizes"
+    if config.group_key != "group_index":
+        remedy = f"check group_key={config.group_key!r}: it names a field of the rows or of their metadata; or {remedy}"
     if config.group_fallback == "error":
         product = f"n_samples_per_prompt * rollout_batch_size is {n} * {batch} = {n * batch}" if n and batch else (
             "n_samples_per_prompt and rollout_batch_size are not both set"
@@ -183,14 +186,14 @@ def _choose_rule(
             got=f"{rows} rows; {found}; {product}",
             expected="prompt_group_sizes, nested input, or a group id on every row (group_fallback is 'error')",
             reason="a guessed group mixes prompts, and every baseline in it is wrong",
-            remedy=f"set {config.group_key} on every row when it is sampled, or pass prompt_group_sizes",
+            remedy=remedy,
             rows=lacking,
         )
     if fixed:
         text = f"prompt groups were guessed: {found}, and {rows} rows are {batch} groups of {n} contiguous rows"
-        return "fixed_fan_out", None, None, [text]
+        return "fixed_fan_out", None, None, [f"{text}; {remedy}"]
     text = f"prompt groups were guessed: {found}, so all {rows} rows form one group and share one baseline"
-    return "single_group", None, None, [text]
+    return "single_group", None, None, [f"{text}; {remedy}"]
 
 
 def _check_sizes(given: Sequence[int] | Tensor, rows: int) -> list[int]:
@@ -273,10 +276,13 @@ def _contradictions(
     if sizes is not None and columns.group is not None and columns.group.missing is None:
         mixed = _groups_with_several_ids(index, _with_adapter(columns.group, columns.adapter).codes, columns.padding)
         if mixed:
+            stale = "the sizes may be stale: " if index.group_source == "prompt_group_sizes" else ""
             warnings.append(
-                f"the sizes may be stale: rows with different {config.group_key} are in one group by "
-                f"{index.group_source}, in {format_rows(mixed, 'group', 8)}"
+                f"{stale}rows with different {config.group_key} are in one group by {index.group_source}, in "
+                f"{format_rows(mixed, 'group', 8)}"
             )
+    if index.group_source == "prompt_group_sizes" and columns.nested_sizes not in (None, tuple(sizes or ())):
+        warnings.append("the sizes may be stale: the input is nested into other groups, and the sizes win")
     for row, other in columns.id_collisions:
         if int(index.row_rollout[row]) == int(index.row_rollout[other]):
             warnings.append(

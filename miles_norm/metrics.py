@@ -29,7 +29,7 @@ def result_metrics(result: NormalizedRewards) -> dict[str, float]:
     rollout = index.row_rollout if columns.padding is None else index.row_rollout[~columns.padding]
     fan_out = torch.bincount(rollout, minlength=index.num_rollouts)
     fan_out = fan_out[fan_out > 0]
-    own = result.raw_rewards
+    own = result.rewards.row_values
     own = own[torch.isfinite(own)] if columns.padding is None else own[torch.isfinite(own) & ~columns.padding]
     several = statistics.count > 1
     values: dict[str, float] = {

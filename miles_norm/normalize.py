@@ -15,8 +15,8 @@ from miles_norm.counting import GroupedRewards, group_rewards
 from miles_norm.errors import ConfigError, format_rows
 from miles_norm.estimation import rollout_advantages
 from miles_norm.grouping import recover_groups
-from miles_norm.result import NormalizedRewards
-from miles_norm.rewards import choose_rollout_rewards
+from miles_norm.result import Advantages, NormalizedRewards
+from miles_norm.rewards import RolloutRewards, choose_rollout_rewards
 from miles_norm.sample_columns import columns_from_samples
 
 __all__ = ["normalize_columns", "normalize_rewards"]
@@ -50,7 +50,7 @@ def normalize_rewards(
     >>> normalize_rewards(rows, NormalizationConfig(advantage_estimator="dr_grpo")).advantages.tolist()
     [0.5, 0.5, 0.5, -0.5]
     """
-    config = config or NormalizationConfig()
+    config = _checked(config)
     return normalize_columns(columns_from_samples(samples, config), config, prompt_group_sizes)
 
 
@@ -65,17 +65,31 @@ def normalize_columns(
     >>> normalize_columns(columns, NormalizationConfig(grpo_std_normalization=False)).advantages.tolist()
     [2.0, 2.0, -2.0]
     """
-    config = config or NormalizationConfig()
+    config = _checked(config)
     if config.device is not None:
         columns = _moved(columns, config.device)
     index, warnings = recover_groups(columns, config, prompt_group_sizes)
     rewards = choose_rollout_rewards(columns, index, config)
     grouped = group_rewards(columns, index, rewards, config)
-    advantages = rollout_advantages(rewards, grouped, config)
-    found = (*warnings, *rewards.warnings, *_group_warnings(grouped, config))
+    advantages, moments = rollout_advantages(rewards, grouped, config)
+    found = (*warnings, *rewards.warnings, *_group_warnings(rewards, grouped, config))
     for text in found:
         logger.warning(text)
-    return NormalizedRewards(columns, config, rewards, grouped, advantages, found)
+    return NormalizedRewards(columns, config, rewards, grouped, Advantages(advantages, moments), found)
+
+
+def _checked(config: NormalizationConfig | None) -> NormalizationConfig:
+    if config is None:
+        return NormalizationConfig()
+    if not isinstance(config, NormalizationConfig):
+        raise ConfigError(
+            "config",
+            got=f"a value of type {type(config).__name__}",
+            expected="a NormalizationConfig",
+            reason="settings are checked when the config is made",
+            remedy="write NormalizationConfig(**settings), or NormalizationConfig.from_yaml(path)",
+        )
+    return config
 
 
 def _moved(columns: RolloutColumns, device: str) -> RolloutColumns:
@@ -91,7 +105,7 @@ def _moved(columns: RolloutColumns, device: str) -> RolloutColumns:
         ) from None
 
 
-def _group_warnings(grouped: GroupedRewards, config: NormalizationConfig) -> list[str]:
+def _group_warnings(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> list[str]:
     statistics, index = grouped.statistics, grouped.index
     warnings = []
     nearly = (statistics.range <= statistics.largest * NEARLY_EQUAL) & ~statistics.equal
@@ -101,6 +115,8 @@ def _group_warnings(grouped: GroupedRewards, config: NormalizationConfig) -> lis
             f"rewards of {format_rows(ids, 'prompt group', 8)} differ by at most {NEARLY_EQUAL:g} of the largest, "
             "which may be rounding; zero_std_tolerance counts them as equal"
         )
+    if not int(rewards.row_tokens.max()):
+        warnings.append("no row has a trainable token, so nothing will be trained")
     most = int(statistics.count.max()) if index.num_groups else 0
     if most == 0:
         warnings.append("no rollout counts: all advantages are 0")

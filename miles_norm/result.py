@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +21,17 @@ from miles_norm.metrics import result_metrics
 from miles_norm.rewards import RolloutRewards
 from miles_norm.statistics import SegmentStatistics
 
-__all__ = ["NormalizedRewards"]
+__all__ = ["Advantages", "NormalizedRewards"]
+
+
+@dataclass(frozen=True, eq=False)
+class Advantages:
+    """What the estimator gave."""
+
+    rollouts: Tensor
+    """float32 ``[R]``."""
+    whitening: tuple[float, float] | None
+    """Mean and deviation over the batch."""
 
 
 class NormalizedRewards:
@@ -35,7 +46,7 @@ class NormalizedRewards:
         config: NormalizationConfig,
         rewards: RolloutRewards,
         grouped: GroupedRewards,
-        rollout_advantages: Tensor,
+        advantages: Advantages,
         warnings: tuple[str, ...],
     ) -> None:
         self.columns = columns
@@ -50,8 +61,10 @@ class NormalizedRewards:
         """Statistics of the ``[G]`` prompt groups over their counted rollouts."""
         self.index: RolloutIndex = grouped.index
         """Row to rollout, rollout to group, and what formed the groups."""
-        self.rollout_advantages = rollout_advantages
+        self.rollout_advantages = advantages.rollouts
         """float32 ``[R]``; 0 for a rollout that does not count."""
+        self.whitening = advantages.whitening
+        """Mean and deviation that whitening over the batch took; None where there was none."""
         self.warnings = warnings
         """What deserves a look: guessed groups, siblings that disagree, ids used twice, groups nearly equal."""
 
@@ -144,7 +157,7 @@ class NormalizedRewards:
         """Why a row got its advantage: the rule that formed its group, who spoke for its rollout, and the arithmetic.
 
         Raises:
-            IndexError: no such row.
+            NoSuchRowError: no such row.
         """
         return explain_row(self, row)
 

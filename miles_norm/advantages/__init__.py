@@ -21,10 +21,10 @@ from miles_norm.advantages.opo import opo_advantages
 from miles_norm.advantages.pass_at_k import analytic_pass_at_k_advantages, topk_gap_advantages
 from miles_norm.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline_advantages
 from miles_norm.advantages.rloo import rloo_advantages
-from miles_norm.advantages.whitening import whitened
+from miles_norm.advantages.whitening import batch_moments, rescaled
 from miles_norm.config import NormalizationConfig
 
-__all__ = ["ESTIMATORS", "Estimator", "EstimatorInputs", "whitened"]
+__all__ = ["ESTIMATORS", "Estimator", "EstimatorInputs", "batch_moments", "rescaled"]
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from miles_norm.statistics import segment_statistics
 
-__all__ = ["whitened"]
+__all__ = ["batch_moments", "rescaled", "whitened"]
 
 EQUAL = 1e-12
 """Advantages of different groups that range over no more than this share of the largest differ by rounding alone."""
@@ -46,20 +48,33 @@ def whitened(
     >>> [round(a, 5) for a in whitened(advantages, torch.ones(3, dtype=torch.bool)).tolist()]
     [1.0, -1.0, 0.0]
     """
+    moments = batch_moments(advantages, counted, tokens=tokens, ddof=ddof)
+    return advantages if moments is None else rescaled(advantages, moments, shift=shift, std_epsilon=std_epsilon)
+
+
+def rescaled(advantages: Tensor, moments: tuple[float, float], *, shift: bool, std_epsilon: float) -> Tensor:
+    """Advantages over the deviation, the mean subtracted before if ``shift`` is set; ``moments`` are these two."""
+    mean, std = moments
+    return (advantages - mean if shift else advantages) / (std + std_epsilon)
+
+
+def batch_moments(
+    advantages: Tensor, counted: Tensor, *, tokens: Tensor | None = None, ddof: int = 1
+) -> tuple[float, float] | None:
+    """Mean and deviation of ``whitened``; None where there is no scale."""
     values = advantages[counted]
     weight = torch.ones_like(values) if tokens is None else tokens[counted].to(torch.float64)
     values, weight = values[weight > 0], weight[weight > 0]
     if len(values) < 2:
-        return advantages
+        return None
     low, high = torch.aminmax(values)
     if bool(high - low <= torch.maximum(high, -low) * EQUAL):
-        return advantages
+        return None
     total = float(weight.sum())  # whole numbers: exact in any order
     mean = _sum(weight * values) / total
-    std = (_sum(weight * (values - mean).square()) / (total - ddof)).sqrt()
-    return (advantages - mean if shift else advantages) / (std + std_epsilon)
+    return mean, math.sqrt(_sum(weight * (values - mean).square()) / (total - ddof))
 
 
-def _sum(values: Tensor) -> Tensor:
+def _sum(values: Tensor) -> float:
     """A sum whose bits do not depend on the order of the values."""
-    return segment_statistics(values, torch.tensor([len(values)], device=values.device)).total
+    return float(segment_statistics(values, torch.tensor([len(values)], device=values.device)).total)

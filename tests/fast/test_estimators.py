@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_norm import NormalizationConfig, normalize_rewards
-from miles_norm.advantages import whitened
+from miles_norm.advantages.whitening import whitened
 from miles_norm.config import EstimatorOptions
 from miles_norm.counting import Exclusion
 from miles_norm.errors import GroupingError, RewardError

@@ -41,7 +41,7 @@ def test_a_row_that_does_not_count() -> None:
         "row 3: advantage 0\n"
         "  group       0 (from group_index = 'p'): 3 rollouts, 2 of them in the statistics\n"
         "  rollout     without an id: row 3 (fan-out 1)\n"
-        "  reward      nan: the only row has it\n"
+        "  reward      none: the only row has it\n"
         # Rewards 4 and 0: mean 2, std sqrt(8).
         "  statistics  n 2, mean 2, std 2.828427 (ddof 1) of the rollout rewards 0, 4\n"
         "  arithmetic  0: the rollout does not count, since no row that may speak has a reward (missing_reward is "
@@ -168,7 +168,7 @@ def test_reasons_for_exclusion(reason: Exclusion) -> None:
     [
         ({"response_length": 1}, {}, "1 trainable token carries it"),
         ({"response_length": 2}, {}, "2 trainable tokens carry it"),
-        ({"loss_mask": [0, 0]}, {}, "none of its tokens is trained: its loss mask is 0 everywhere"),
+        ({"loss_mask": [0, 0]}, {}, "none of its tokens is trained: it has no trainable token"),
         ({"is_padding": True}, {}, "none of its tokens is trained: it is padding"),
         ({"remove_sample": True}, {}, "none of its tokens is trained: remove_sample is set"),
         (
@@ -201,5 +201,5 @@ def test_long_lists_are_cut() -> None:
 
 @pytest.mark.parametrize("row", [-1, 2, True, 0.0, "0", None])
 def test_no_such_row(row: Any) -> None:
-    with pytest.raises(IndexError, match=r"expected a row number from 0 to 1"):
+    with pytest.raises(IndexError, match=r"expected: a row number from 0 to 1"):
         normalize_rewards(PAIR).explain(row)

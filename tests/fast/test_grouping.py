@@ -116,13 +116,28 @@ def test_some_rows_without_a_group_count_as_all() -> None:
     [warning] = guess.warnings
     assert warning == (
         "prompt groups were guessed: 'group_index' is missing on rows 1, 3, so all 4 rows form one group and share one "
-        "baseline"
+        "baseline; set group_index on every row when it is sampled, or pass prompt_group_sizes"
     )
     with pytest.raises(
         GroupingError, match=r"'group_index' is missing on rows 1, 3; n_samples_per_prompt and"
     ) as raised:
         grouped(rows, group_fallback="error")
     assert raised.value.rows == (1, 3)
+
+
+def test_a_mistyped_key_is_suspected_first() -> None:
+    with pytest.raises(GroupingError, match=r"remedy: +check group_key='promt': it names a field of the rows or of"):
+        grouped(FOUR, group_fallback="error", group_key="promt")
+    assert "check group_key='promt'" in grouped(FOUR, group_key="promt").warnings[0]
+
+
+def test_sizes_that_contradict_the_nesting() -> None:
+    nested = [[new_row(index=0), new_row(index=1), new_row(index=2)], [new_row(index=3), new_row(index=4)]]
+    for row in (row for group in nested for row in group):
+        row["group_index"] = None
+    text = "the sizes may be stale: the input is nested into other groups, and the sizes win"
+    assert text in normalize_rewards(nested, prompt_group_sizes=[2, 3]).warnings
+    assert text not in normalize_rewards(nested, prompt_group_sizes=[3, 2]).warnings
 
 
 def test_fallback_error() -> None:
@@ -137,8 +152,10 @@ def test_fallback_error() -> None:
 
 def test_fixed_fan_out_without_contradiction() -> None:
     result = grouped(FOUR_WITHOUT, **FIXED)
-    assert result.warnings == (
-        "prompt groups were guessed: no row has 'group_index', and 4 rows are 2 groups of 2 contiguous rows",
+    [warning] = result.warnings
+    assert warning == (
+        "prompt groups were guessed: no row has 'group_index', and 4 rows are 2 groups of 2 contiguous rows; "
+        "set group_index on every row when it is sampled, or pass prompt_group_sizes"
     )
 
 
