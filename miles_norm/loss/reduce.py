@@ -34,6 +34,7 @@ def reduce_token_losses(token_losses: Tensor, weights: Tensor, mask: Tensor, *, 
     Raises:
         SampleError: shapes that do not fit.
 
+    >>> import torch
     >>> losses, mask = torch.tensor([[1.0, 2.0], [4.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
     >>> float(reduce_token_losses(losses, torch.tensor([0.25, 0.5]), mask))  # (1 + 2) / 4 + 4 / 2
     2.75

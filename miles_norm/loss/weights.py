@@ -6,7 +6,7 @@ packing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -55,82 +55,137 @@ def loss_weights(result: NormalizedRewards, config: LossConfig | None = None, pl
     [0.0625, 0.0625, 0.25]
     """
     config = config or LossConfig()
-    counts = _count(result, config, plan)
-    tokens, scope = counts.tokens, counts.row_scope
+    if plan is not None:
+        _check_plan(plan, result.index.num_rows)
+    counts = _Counts(result, config, plan)
     match config.aggregation:
         case "token_mean":
-            denominator = counts.scope_tokens[scope]
+            denominator = counts.tokens_in_scope
         case "sample_mean":
-            denominator = counts.rows[scope] * tokens
+            denominator = counts.rows * counts.tokens
         case "rollout_mean":
-            denominator = counts.divisor(config)[scope] * counts.rollout_tokens[counts.row_rollout]
+            denominator = counts.divisor * counts.tokens_of_rollout
         case "rollout_row_mean":
-            denominator = counts.rollouts[scope] * counts.rollout_rows[counts.row_rollout] * tokens
+            denominator = counts.rollouts * counts.rows_of_rollout * counts.tokens
         case "prompt_mean":
-            denominator = counts.groups[scope] * counts.group_tokens[counts.row_group]
+            denominator = counts.groups * counts.tokens_of_group
         case "constant":
-            denominator = counts.rollouts[scope] * (config.max_tokens or 1)
-    return torch.where(tokens > 0, 1.0 / denominator.to(torch.float64), 0.0)
+            denominator = counts.rollouts * (config.max_tokens or 1)
+    return torch.where(counts.tokens > 0, 1.0 / denominator.to(torch.float64), 0.0)
 
 
-@dataclass(frozen=True, eq=False)
 class _Counts:
-    """Numbers of tokens, rows, rollouts and groups per scope: what is stepped together."""
+    """Numbers of tokens, rows, rollouts and groups in each row's scope: what is stepped together.
 
-    tokens: Tensor
-    """int64 ``[N]``: trainable tokens of the rows that are in an update."""
-    row_scope: Tensor
-    row_rollout: Tensor
-    """The part of its rollout that is in the row's scope."""
-    row_group: Tensor
-    """The part of its group that is in the row's scope."""
-    rollout_tokens: Tensor
-    rollout_rows: Tensor
-    group_tokens: Tensor
-    scope_tokens: Tensor
-    rows: Tensor
-    rollouts: Tensor
-    groups: Tensor
+    Each is int64 ``[N]``, or ``[1]`` where there is one scope, and computed when it is asked for.
+    """
 
-    def divisor(self, config: LossConfig) -> Tensor:
-        if config.divisor == "trained_rows":
+    def __init__(self, result: NormalizedRewards, config: LossConfig, plan: UpdatePlan | None) -> None:
+        self._index, self._config = result.index, config
+        self._kept = _kept_rows(result, plan)
+        tokens = result.trainable_tokens
+        self.tokens = tokens if self._kept is None else tokens.masked_fill(~self._kept, 0)
+        self._scope, self._scopes = _scopes(result, config, plan)
+
+    @cached_property
+    def tokens_in_scope(self) -> Tensor:
+        return self._in_scope(self.tokens)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return self._in_scope(self._counted_rows)
+
+    @cached_property
+    def rollouts(self) -> Tensor:
+        rollout, parts = self._rollout
+        if not self._config.count_empty_rollouts:
+            present = self._rollout_tokens > 0
+        elif self._kept is None and self._scope is None:
+            return self.tokens.new_full((1,), parts)
+        else:
+            kept = torch.ones_like(self.tokens) if self._kept is None else self._kept.to(torch.int64)
+            present = _sum(kept, rollout, parts) > 0
+        return self._parts_in_scope(present, rollout)
+
+    @cached_property
+    def groups(self) -> Tensor:
+        return self._parts_in_scope(self._group_tokens > 0, self._group[0])
+
+    @property
+    def divisor(self) -> Tensor:
+        if self._config.divisor == "trained_rows":
             return self.rows
-        if config.divisor == "nominal_rollouts":
-            return torch.full_like(self.rollouts, config.nominal_rollouts or 0)
+        if self._config.divisor == "nominal_rollouts":
+            return self.tokens.new_full((1,), self._config.nominal_rollouts or 0)
         return self.rollouts
 
+    @property
+    def tokens_of_rollout(self) -> Tensor:
+        return self._rollout_tokens.index_select(0, self._rollout[0])
 
-def _count(result: NormalizedRewards, config: LossConfig, plan: UpdatePlan | None) -> _Counts:
-    index, padding = result.index, result.columns.padding
-    kept = result.counted_rollouts[index.row_rollout]
-    if padding is not None:
-        kept = kept & ~padding
+    @property
+    def rows_of_rollout(self) -> Tensor:
+        rollout, parts = self._rollout
+        return _sum(self._counted_rows, rollout, parts).index_select(0, rollout)
+
+    @property
+    def tokens_of_group(self) -> Tensor:
+        return self._group_tokens.index_select(0, self._group[0])
+
+    @cached_property
+    def _counted_rows(self) -> Tensor:
+        if not self._config.count_empty_rows:
+            return (self.tokens > 0).to(torch.int64)
+        return torch.ones_like(self.tokens) if self._kept is None else self._kept.to(torch.int64)
+
+    @cached_property
+    def _rollout(self) -> tuple[Tensor, int]:
+        """The part of its rollout that is in the row's scope, and how many parts there are."""
+        return self._parts(self._index.row_rollout, self._index.num_rollouts)
+
+    @cached_property
+    def _group(self) -> tuple[Tensor, int]:
+        return self._parts(self._index.row_group, self._index.num_groups)
+
+    @cached_property
+    def _rollout_tokens(self) -> Tensor:
+        return _sum(self.tokens, *self._rollout)
+
+    @cached_property
+    def _group_tokens(self) -> Tensor:
+        return _sum(self.tokens, *self._group)
+
+    def _parts(self, number: Tensor, numbers: int) -> tuple[Tensor, int]:
+        """Number the pairs of scope and rollout or group: what is in two scopes counts in each."""
+        if self._scope is None:
+            return number, numbers
+        pairs, part = torch.unique(self._scope * numbers + number, return_inverse=True)
+        return part, len(pairs)
+
+    def _parts_in_scope(self, present: Tensor, part: Tensor) -> Tensor:
+        """Number of parts that are present, in each row's scope."""
+        if self._scope is None:
+            return present.sum(dim=0, keepdim=True)
+        scope_of_part = self._scope.new_zeros(len(present)).scatter_(0, part, self._scope)
+        return _sum(present.to(torch.int64), scope_of_part, self._scopes).index_select(0, self._scope)
+
+    def _in_scope(self, values: Tensor) -> Tensor:
+        """Sum over each row's scope."""
+        if self._scope is None:
+            return values.sum(dim=0, keepdim=True)
+        return _sum(values, self._scope, self._scopes).index_select(0, self._scope)
+
+
+def _kept_rows(result: NormalizedRewards, plan: UpdatePlan | None) -> Tensor | None:
+    """bool ``[N]``: rows of counted rollouts that are no padding and in an update; None for all rows."""
+    parts = []
+    if result.exclusion is not None:
+        parts.append(result.counted_rollouts.index_select(0, result.index.row_rollout))
+    if result.columns.padding is not None:
+        parts.append(~result.columns.padding)
     if plan is not None:
-        _check_plan(plan, index.num_rows)
-        kept = kept & (plan.row_update >= 0)
-    tokens = result.trainable_tokens.masked_fill(~kept, 0)
-    scope, scopes = _scopes(result, config, plan)
-    rollout, rollouts = _parts(scope, scopes, index.row_rollout, index.num_rollouts)
-    group, groups = _parts(scope, scopes, index.row_group, index.num_groups)
-    rows = kept if config.count_empty_rows else tokens > 0
-    rollout_tokens = _sum(tokens, rollout, rollouts)
-    present = _sum(kept.to(torch.int64), rollout, rollouts) > 0
-    if not config.count_empty_rollouts:
-        present = present & (rollout_tokens > 0)
-    group_tokens = _sum(tokens, group, groups)
-    return _Counts(
-        tokens=tokens,
-        row_scope=scope,
-        row_rollout=rollout,
-        row_group=group,
-        rollout_tokens=rollout_tokens,
-        rollout_rows=_sum(rows.to(torch.int64), rollout, rollouts),
-        group_tokens=group_tokens,
-        scope_tokens=_sum(tokens, scope, scopes),
-        rows=_sum(rows.to(torch.int64), scope, scopes),
-        rollouts=_sum(present.to(torch.int64), _scope_of(scope, rollout, rollouts), scopes),
-        groups=_sum((group_tokens > 0).to(torch.int64), _scope_of(scope, group, groups), scopes),
-    )
+        parts.append(plan.row_update >= 0)
+    return reduce(torch.logical_and, parts) if parts else None
 
 
 def _check_plan(plan: UpdatePlan, rows: int) -> None:
@@ -144,29 +199,17 @@ def _check_plan(plan: UpdatePlan, rows: int) -> None:
         )
 
 
-def _scopes(result: NormalizedRewards, config: LossConfig, plan: UpdatePlan | None) -> tuple[Tensor, int]:
-    """A number per row for what is stepped together: its update and its adapter."""
-    scope, scopes = torch.zeros_like(result.index.row_rollout), 1
+def _scopes(result: NormalizedRewards, config: LossConfig, plan: UpdatePlan | None) -> tuple[Tensor | None, int]:
+    """A number per row for what is stepped together, its update and its adapter; None if everything is."""
+    scope, scopes = None, 1
     if plan is not None and config.scope == "update":
         # Rows in no update have no tokens, so any number does for them.
         scope, scopes = plan.row_update.clamp(min=0), max(plan.num_updates, 1)
     if result.columns.adapter is not None:
         names, adapter = torch.unique(result.columns.adapter.codes, return_inverse=True)
-        scope, scopes = scope * len(names) + adapter, scopes * len(names)
+        scope = adapter if scope is None else scope * len(names) + adapter
+        scopes *= len(names)
     return scope, scopes
-
-
-def _parts(scope: Tensor, scopes: int, number: Tensor, numbers: int) -> tuple[Tensor, int]:
-    """Number the pairs (scope, number): a rollout or group that is in two scopes counts in each."""
-    if scopes == 1:
-        return number, numbers
-    pairs, part = torch.unique(scope * numbers + number, return_inverse=True)
-    return part, len(pairs)
-
-
-def _scope_of(scope: Tensor, part: Tensor, parts: int) -> Tensor:
-    """The scope that each part is in."""
-    return scope.new_zeros(parts).scatter_(0, part, scope)
 
 
 def _sum(values: Tensor, where: Tensor, size: int) -> Tensor:
