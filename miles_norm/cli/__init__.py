@@ -1,4 +1,4 @@
-"""The command line: ``miles-norm normalize``, ``explain`` and ``config``.
+"""The command line: ``miles-norm normalize``, ``explain``, ``plan``, ``convert`` and ``config``.
 
 Data goes to stdout, messages go to stderr. Exit codes: 0; 2 for anything that the user can mend; 130 after Ctrl-C.
 """

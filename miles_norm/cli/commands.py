@@ -156,6 +156,53 @@ def convert(
     show_lines(messages, f"{out}: {data.num_rows} rows, {data.num_tokens} tokens", head="wrote ", style="green")
 
 
+@app.command(epilog="Example: miles-norm plan rollout_0.pt --rollouts-per-update 8 --leftover carry")
+@exit_codes()
+def plan(
+    dump: Dump,
+    rollouts_per_update: Annotated[
+        int | None, typer.Option(metavar="M", help="Rollouts in an update; by default all of them in one.")
+    ] = None,
+    leftover: Annotated[
+        str | None, typer.Option(metavar="POLICY", help="What fills no update: smaller_update (default), drop, carry.")
+    ] = None,
+    unit: Annotated[
+        str | None, typer.Option(metavar="UNIT", help="What fills an update: rollouts (default), or rows.")
+    ] = None,
+    rows_per_update: Annotated[
+        int | None, typer.Option(metavar="K", help="With --unit rows: rows in an update, a mini-batch.")
+    ] = None,
+    max_updates: Annotated[
+        int | None, typer.Option(metavar="U", help="With --unit rows: at most this many updates.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="S", help="With --unit rows: which rows are dropped.")] = None,
+    config: Config = None,
+    settings: Settings = None,
+    prompt_group_sizes: Sizes = None,
+    as_json: Json = False,
+) -> None:
+    """Cut a batch into optimizer steps: what each holds and weighs, and what is dropped, whole or in part."""
+    from miles_norm.cli.plan import plan_json, print_plan, update_config
+
+    updates = update_config(
+        rollouts_per_update=rollouts_per_update,
+        leftover=leftover,
+        unit=unit,
+        rows_per_update=rows_per_update,
+        max_updates=max_updates,
+        seed=seed,
+    )
+    batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
+    if as_json:
+        from miles_norm.cli.report import strict_json
+
+        sys.stdout.write(strict_json(plan_json(batch, updates)) + "\n")
+        return
+    print_plan(console_for(), batch, updates)
+    sys.stdout.flush()
+    show_warnings(console_for(stderr=True), batch.warnings)
+
+
 def _check_selectors(row: int | None, rollout: str | None, group: str | None) -> None:
     given = [name for name, value in (("--row", row), ("--rollout", rollout), ("--group", group)) if value is not None]
     if len(given) != 1:
