@@ -51,7 +51,7 @@ class RolloutColumns:
         "group", "rollout", "reward", "trainable_tokens", "scored", "removed", "truncated", "padding", "adapter",
         "components",
     )  # fmt: skip
-    __slots__ = (*_COLUMNS, "id_collisions", "nested_sizes", "status")
+    __slots__ = (*_COLUMNS, "id_collisions", "nested_sizes", "notes", "status")
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class RolloutColumns:
         self.nested_sizes: tuple[int, ...] | None = None
         self.status: Sequence[Any] | None = None
         self.id_collisions: tuple[tuple[int, int], ...] = ()
+        self.notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.reward)

@@ -19,7 +19,12 @@ _ROWS_AT_A_TIME = 32
 
 
 class _Counted(int):
-    """The number of ones of a mask that is not kept."""
+    """The number of ones of a mask that is not kept, and its length."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
 
 
 def counted(mask: Any) -> Any:
@@ -28,8 +33,12 @@ def counted(mask: Any) -> Any:
     >>> count_mask(counted([1, 0, 1]))
     2
     """
+    if mask is None:
+        return None
     try:
-        return None if mask is None else _Counted(count_mask(mask))
+        stand_in = _Counted(count_mask(mask))
+        stand_in.length = len(mask)
+        return stand_in
     except (TypeError, ValueError):
         return mask  # counted again, and refused with its row, when the batch is complete
 

@@ -72,7 +72,7 @@ def normalize_columns(
     rewards = choose_rollout_rewards(columns, index, config)
     grouped = group_rewards(columns, index, rewards, config)
     advantages, moments = rollout_advantages(rewards, grouped, config)
-    found = (*warnings, *rewards.warnings, *_group_warnings(rewards, grouped, config))
+    found = (*columns.notes, *warnings, *rewards.warnings, *_group_warnings(rewards, grouped, config))
     for text in found:
         logger.warning(text)
     return NormalizedRewards(columns, config, rewards, grouped, Advantages(advantages, moments), found)

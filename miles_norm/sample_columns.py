@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
-from miles_norm.errors import SampleError, format_rows
+from miles_norm.errors import RewardError, SampleError, format_rows
 from miles_norm.masks import count_byte_masks, count_mask, counted
 from miles_norm.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 
@@ -53,6 +53,7 @@ def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | N
     config = config or NormalizationConfig()
     rows, sizes, rollout_lists = flatten_samples(samples)
     _check_rows(rows)
+    _check_rewards_exist(rows)
     return _columns(row_fields(rows), config, sizes, rollout_lists)
 
 
@@ -65,12 +66,16 @@ def columns_from_rows(rows: Iterable[Mapping[str, Any]], config: NormalizationCo
     config = config or NormalizationConfig()
     key = config.group_key
     fields: dict[str, list[Any]] = {name: [] for name in (*_INDEX_FIELDS, key)}
+    first, scored = None, False
     for row in rows:
+        first, scored = first or row, scored or "reward" in row
         for name, values in fields.items():
             values.append(row.get(name))
         fields["loss_mask"][-1] = counted(row.get("loss_mask"))
         if key != "group_index":
             fields[key][-1] = _group_id(row.get(key), row.get("metadata"), key)
+    if first is not None and not scored:
+        raise _no_reward(first)
     return _columns(lambda name: fields.get(name) or [None] * len(fields["reward"]), config, None, None)
 
 
@@ -108,7 +113,23 @@ def _columns(
         components=components,
     )
     columns.nested_sizes, columns.status, columns.id_collisions = sizes, status, collisions
+    without_id = [] if sizes is not None else _without_id(rollouts, padding)
+    columns.notes = (*without_id, *_masks_of_another_length(field("loss_mask"), field("response_length")))
     return columns
+
+
+def _without_id(rollouts: list[Hashable], padding: list[Any]) -> list[str]:
+    lacking = [row for row, value in enumerate(rollouts) if value is None and not padding[row]]
+    if not lacking:
+        return []
+    each = "is a rollout of its own" if len(lacking) == 1 else "are each a rollout of their own"
+    return [f"{format_rows(lacking)} {'has' if len(lacking) == 1 else 'have'} neither rollout_id nor index and {each}"]
+
+
+def _masks_of_another_length(masks: list[Any], lengths: list[Any]) -> list[str]:
+    pairs = enumerate(zip(masks, lengths, strict=True))
+    rows = [row for row, (mask, length) in pairs if mask is not None and type(length) is int and len(mask) != length]
+    return [f"loss_mask of {format_rows(rows)} has another length than response_length"] if rows else []
 
 
 def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] | None, list[int | None] | None]:
@@ -160,13 +181,28 @@ def _check_rows(rows: list[Any]) -> None:
         raise _not_rows(f"samples: {format_rows(bad)}", ", ".join(sorted({type(rows[i]).__name__ for i in bad})), bad)
 
 
+def _check_rewards_exist(rows: list[Any]) -> None:
+    if rows and all(isinstance(row, dict) and "reward" not in row for row in rows):
+        raise _no_reward(rows[0])
+
+
+def _no_reward(row: Mapping[str, Any]) -> RewardError:
+    return RewardError(
+        "samples",
+        got=f"no field 'reward' on any row; the first row has {', '.join(map(str, list(row)[:20])) or 'no fields'}",
+        expected="a field 'reward' on every row, None where there is none",
+        reason="advantages are computed from it",
+        remedy="name the field 'reward'; for an entry of a dict that stands there set reward_key",
+    )
+
+
 def _not_rows(subject: str, got: str, rows: Sequence[int]) -> SampleError:
     return SampleError(
         subject,
         got=got,
-        expected="rows: Sample objects, objects with Miles' field names, or dicts, in a list or in lists of lists",
+        expected="a list, or a list of lists, of dicts or objects with a field 'reward' and those in docs/semantics.md",
         reason="rewards, ids and masks are read by field name",
-        remedy="pass the list of samples that the rollout function returned (of a dump: its 'samples')",
+        remedy="pass the samples that the rollout function returned (of a dump: its 'samples'), or rename your fields",
         rows=rows,
     )
 
@@ -271,7 +307,7 @@ def _trainable_tokens(masks: list[Any], lengths: list[Any]) -> list[int]:
             got="; ".join(f"row {row}: {problems[row]}" for row in bad[:10]) + ("; ..." if len(bad) > 10 else ""),
             expected="a loss_mask of 0 and 1, or without one a response_length that is a count",
             reason="the sibling with the most trainable tokens speaks for its rollout",
-            remedy="set loss_mask or response_length on every row",
+            remedy="set loss_mask, or without one response_length, on every row; a mask holds 1 on the tokens to train",
             rows=bad,
         )
     return counts

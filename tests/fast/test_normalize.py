@@ -15,13 +15,14 @@ import torch
 from batches import new_row
 
 from miles_norm import NormalizationConfig, RolloutColumns, Sample, normalize_columns, normalize_rewards
-from miles_norm.errors import ConfigError, GroupingError, SampleError
+from miles_norm.errors import ConfigError, GroupingError, RewardError, SampleError
 from miles_norm.result import NormalizedRewards
+from miles_norm.sample_columns import columns_from_rows
 
 # Group 0: rollouts 1 (two rows) and 0; group 1: one rollout, unscored.
 ROWS = [
     new_row(index=0, reward=1.0, response_length=3),
-    new_row(index=0, reward=1.0, loss_mask=[1, 0]),
+    new_row(index=0, reward=1.0, loss_mask=[1, 0], response_length=2),
     new_row(index=1, reward=0.0, response_length=2),
     new_row(group_index=1, index=2, reward=None),
 ]
@@ -275,9 +276,41 @@ def test_singletons() -> None:
         normalize_rewards(rows, NormalizationConfig(singleton="error"))
 
 
+def test_rows_without_an_id_and_masks_of_another_length_are_warnings() -> None:
+    rows = [new_row(index=None), new_row(index=None), new_row(index=2, loss_mask=[1, 0]), new_row(index=3)]
+    assert normalize_rewards(rows).warnings == (
+        "rows 0, 1 have neither rollout_id nor index and are each a rollout of their own",
+        "loss_mask of row 2 has another length than response_length",
+    )
+    assert normalize_rewards([rows[:2], rows[3:]]).warnings == ()  # nested: a row of a group is a rollout by itself
+    assert not normalize_rewards([*rows[3:], new_row(index=None, is_padding=True)]).warnings
+
+
+def test_nothing_to_train_is_a_warning() -> None:
+    rows = [new_row(index=k, reward=k, response_length=0) for k in (0, 1)]
+    assert normalize_rewards(rows).warnings == ("no row has a trainable token, so nothing will be trained",)
+
+
+def test_a_config_of_another_kind() -> None:
+    with pytest.raises(ConfigError, match=r"got: +a value of type dict
+ +expected: a NormalizationConfig"):
+        normalize_rewards(ROWS, {"advantage_estimator": "rloo"})  # type: ignore[arg-type]
+
+
+def test_no_row_has_a_reward() -> None:
+    rows = [{"score": 1.0, "group_index": 0, "index": k, "response_length": 1} for k in (0, 1)]
+    text = r"no field 'reward' on any row; the first row has score, group_index, index, response_length"
+    with pytest.raises(RewardError, match=text):
+        normalize_rewards(rows)
+    with pytest.raises(RewardError, match=text):
+        columns_from_rows(iter(rows))
+
+
 def test_nearly_equal_rewards_are_a_warning() -> None:
     steps = (("a", 1e-7), ("b", 1e-5))
-    rows = [new_row(group_index=group, index=None, reward=1.0 + k * step) for group, step in steps for k in (0, 1)]
+    rows = [
+        new_row(group_index=group, index=f"{group}{k}", reward=1.0 + k * step) for group, step in steps for k in (0, 1)
+    ]
     found = normalize_rewards(rows)
     [warning] = found.warnings
     assert warning == (
