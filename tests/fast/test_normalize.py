@@ -292,8 +292,7 @@ def test_nothing_to_train_is_a_warning() -> None:
 
 
 def test_a_config_of_another_kind() -> None:
-    with pytest.raises(ConfigError, match=r"got: +a value of type dict
- +expected: a NormalizationConfig"):
+    with pytest.raises(ConfigError, match=r"got: +a value of type dict\n +expected: a NormalizationConfig"):
         normalize_rewards(ROWS, {"advantage_estimator": "rloo"})  # type: ignore[arg-type]
 
 
