@@ -57,7 +57,7 @@ def normalized(rows: Rows, kind: str) -> NormalizedRewards:
 
 
 @every_kind
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_permuted_rows_permute_the_result(kind: str, data: st.DataObject) -> None:
     rows = drawn(data, kind)
@@ -66,7 +66,7 @@ def test_permuted_rows_permute_the_result(kind: str, data: st.DataObject) -> Non
 
 
 @every_kind
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_cutting_rollouts_changes_no_bit(kind: str, data: st.DataObject) -> None:
     """Each row is cut in up to four, its tokens among them; a piece may have none."""
@@ -83,7 +83,7 @@ def test_cutting_rollouts_changes_no_bit(kind: str, data: st.DataObject) -> None
 
 
 @every_kind
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_renaming_ids_changes_no_bit(kind: str, data: st.DataObject) -> None:
     rows = drawn(data, kind)
@@ -98,7 +98,7 @@ def test_renaming_ids_changes_no_bit(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", WITHIN_GROUPS)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_group_alone_or_in_a_batch(kind: str, data: st.DataObject) -> None:
     """All but those that have a stage over the batch."""
@@ -109,7 +109,7 @@ def test_a_group_alone_or_in_a_batch(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo by rollout", "rloo by token", "opo by token, shifted", "gdpo"])
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_the_batch_stage_gives_unit_deviation(kind: str, data: st.DataObject) -> None:
     """Over rollouts or tokens, wherever the deviation before it is far above its epsilon."""

@@ -27,7 +27,7 @@ def test_agrees_with_the_oracle(problem: tuple[Batch, NormalizationConfig]) -> N
     compare(*problem)
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(estimator_problems())
 def test_rarer_estimators_agree_with_the_oracle(problem: tuple[Batch, NormalizationConfig]) -> None:
     event(f"{problem[1].advantage_estimator} {problem[1].options.pass_at_k}, {problem[1].options.whitening}")
