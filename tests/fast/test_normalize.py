@@ -283,7 +283,8 @@ def test_rows_without_an_id_and_masks_of_another_length_are_warnings() -> None:
         "loss_mask of row 2 has another length than response_length",
     )
     assert normalize_rewards([rows[:2], rows[3:]]).warnings == ()  # nested: a row of a group is a rollout by itself
-    assert not normalize_rewards([*rows[3:], new_row(index=None, is_padding=True)]).warnings
+    padded = normalize_rewards([new_row(index=2), new_row(index=3), new_row(index=None, is_padding=True)])
+    assert padded.warnings == ()
 
 
 def test_nothing_to_train_is_a_warning() -> None:

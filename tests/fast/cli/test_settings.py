@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from command_line import EXAMPLE, Run
 
 from miles_norm import NormalizationConfig, RolloutDump, write_dump
+from miles_norm.config import EstimatorOptions, parse_yaml
 
 
 def test_config_prints_what_it_reads(run: Callable[..., Run], tmp_path: Path) -> None:
@@ -29,17 +30,101 @@ def test_set_overrides_the_file(run: Callable[..., Run], tmp_path: Path) -> None
     assert (config["advantage_estimator"], config["min_group_size"]) == ("rloo", 2)
 
 
+NESTED = "options:\n  whitening: token\n  whitening_shift: true\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "expected"),
+    [
+        ("", ["options.whitening=rollout"], {"whitening": "rollout"}),
+        ("", ["options.whitening=rollout", "options.whitening_shift=true"], {"whitening": "rollout", "shift": True}),
+        ("", ["options={whitening: token}", "options.whitening_shift=true"], {"whitening": "token", "shift": True}),
+        ("", ["options.whitening_shift=true", "options={whitening: token}"], {"whitening": "token", "shift": True}),
+        ("", ["options={whitening: token}", "options={whitening: rollout}"], {"whitening": "rollout"}),
+        ("", ["options.whitening=token", " options . whitening = rollout"], None),
+        (NESTED, [], {"whitening": "token", "shift": True}),
+        (NESTED, ["options.whitening=rollout"], {"whitening": "rollout", "shift": True}),
+        (NESTED, ["options={whitening: rollout}"], {"whitening": "rollout", "shift": True}),
+        (NESTED, ["options={}"], {"whitening": "token", "shift": True}),
+        # Settings that fit only together may come from both places.
+        ("options: {whitening_shift: true}\n", ["options.whitening=token"], {"whitening": "token", "shift": True}),
+    ],
+)
+@pytest.mark.parametrize("command", [("normalize", EXAMPLE, "--json"), ("config",)], ids=["normalize", "config"])
+def test_nested_settings_add_up(
+    run: Callable[..., Run],
+    tmp_path: Path,
+    command: tuple[object, ...],
+    file: str,
+    settings: list[str],
+    expected: dict[str, Any] | None,
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"std_ddof: 0\n{file}", encoding="utf-8")
+    shown = run(*command, "--config", path, *(part for text in settings for part in ("--set", text)))
+    if expected is None:
+        assert "no such field" in shown.err
+        return
+    config = shown.json["config"] if command[0] == "normalize" else parse_yaml(shown.out, "config")
+    assert config["std_ddof"] == 0
+    options = config["options"]
+    assert {"whitening": options["whitening"], "shift": options["whitening_shift"]} == {"shift": False, **expected}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("options.whitening: token\n", "'whitening' stands indented below 'options:'"),
+        ("options:\n  whitning: token\n", "options.whitning: no such field (did you mean 'options.whitening'?)"),
+        ("options: [whitening]\n", "options: input should be a mapping of field names to values"),
+    ],
+)
+def test_files_nest(run: Callable[..., Run], tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    refused = run("config", "--config", path)
+    assert (refused.code, refused.out) == (2, "")
+    assert message in refused.err
+    assert "remedy:   correct or remove what is named above; `miles-norm config` prints" in refused.err
+
+
+def test_config_lists_the_values_of_every_choice(run: Callable[..., Run]) -> None:
+    lines = run("config").lines
+    for model, indent in ((NormalizationConfig, ""), (EstimatorOptions, "  ")):
+        for name, field in model.model_fields.items():
+            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            [at] = [number for number, line in enumerate(lines) if line.startswith(f"{indent}{name}:")]
+            first = next(n for n in range(at - 1, -1, -1) if n == 0 or not lines[n - 1].lstrip().startswith("#"))
+            comment = " ".join(line.strip().removeprefix("# ") for line in lines[first:at])
+            assert comment.endswith(f"One of: {', '.join(map(str, choices))}.") == bool(choices), name
+    assert max(map(len, lines)) <= 102
+
+
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
         (("--set", "advantage_estimater=rloo"), ["did you mean 'advantage_estimator'?"]),
         (("--set", "rloo"), ["--set rloo\n", "no key=value"]),
         (("--set", "=1"), ["no key=value"]),
+        (("--set", "options.=1"), ["no key=value"]),
+        (("--set", ".k=1"), ["no key=value"]),
+        (("--set", "options.whitning=token"), ["options.whitning='token'", "(did you mean 'options.whitening'?)"]),
+        (("--set", "option.whitening=token"), ["(did you mean 'options.whitening'?)"]),
+        (("--set", "whitening=token"), ["whitening: no such field (did you mean 'options.whitening'?)"]),
+        (("--set", "options={whitning: token}"), ["options.whitning='token'", "did you mean 'options.whitening'?"]),
+        (("--set", "options.xyz=1"), ["options.xyz: no such field (those of 'options': pass_at_k, k, gdpo_"]),
+        (("--set", "options.k.j=1"), ["options.k={'j': 1}", "options.k: input should be a valid integer"]),
+        (("--set", "std_ddof.x=1"), ["std_ddof: input should be 0 or 1"]),
+        (("--set", "options=token"), ["options='token'", "options: input should be a mapping of field names"]),
+        (("--set", "options=null"), ["options: input should be a mapping of field names"]),
+        (("--set", "options.gdpo_components=right"), ["options.gdpo_components: input should be a list, such as [a"]),
+        (("--set", "options.gdpo_weights=[1, a]"), ["options.gdpo_weights.1='a'", "should be a valid number"]),
+        (("--set", "options.pass_at_k=analytic"), ["EstimatorOptions\n", "pass_at_k='analytic' with k=None"]),
         (("--set", "min_group_size=[1"), ["YAML in --set min_group_size"]),
         (("--set", "min_group_size=two"), ["min_group_size='two'", "valid integer"]),
         (("--set", "singleton=raw", "--set", "min_group_size=2"), ["groups of one are excluded"]),
         (("--set", "device=nowhere"), ["device 'nowhere'", "cpu or cuda:0"]),
-        (("--config", "nowhere.yaml"), ["config file nowhere.yaml", "No such file"]),
+        (("--config", "nowhere.yaml"), ["config file nowhere.yaml\n  got:      no such file\n"]),
         (("--set", "group_fallback=error", "--set", "group_key=nothing"), ["prompt groups\n", "no row has 'nothing'"]),
         (("--prompt-group-sizes", "1,a"), ["--prompt-group-sizes\n", "'1,a'"]),
         (("--prompt-group-sizes", "1,2"), ["2 sizes that sum to 3", "a sum of 58"]),
