@@ -29,9 +29,11 @@ __all__ = ["ESTIMATORS", "Estimator", "EstimatorInputs", "batch_moments", "resca
 
 @dataclass(frozen=True)
 class Estimator:
-    """How the hall calls an estimator, and how its arithmetic is written down for one rollout."""
+    """How the hall calls an estimator, and how it is written down: in symbols, and for one rollout in numbers."""
 
     compute: Callable[[EstimatorInputs], Tensor]
+    definition: Callable[[NormalizationConfig], str]
+    """The advantage in the symbols reward, mean, std and n of a prompt group, with the settings filled in."""
     formula: Callable[[NormalizationConfig], str]
     """The formula with ``{reward}``, ``{mean}``, ``{std}``, ``{epsilon}``, ``{n}``, ``{maximum}`` and ``{baseline}``
     left to fill in."""
@@ -46,6 +48,10 @@ def _grpo(x: EstimatorInputs) -> Tensor:
 
 def _grpo_formula(config: NormalizationConfig) -> str:
     return "({reward} - {mean}) / ({std} + {epsilon})" if config.grpo_std_normalization else "{reward} - {mean}"
+
+
+def _grpo_definition(config: NormalizationConfig) -> str:
+    return f"(reward - mean) / (std + {config.std_epsilon:g})" if config.grpo_std_normalization else "reward - mean"
 
 
 def _opo(x: EstimatorInputs) -> Tensor:
@@ -65,10 +71,23 @@ def _pass_at_k(x: EstimatorInputs) -> Tensor:
     return topk_gap_advantages(x.rewards, x.group, x.statistics, x.counted)
 
 
+def _pass_at_k_definition(config: NormalizationConfig) -> str:
+    k = config.options.k
+    if config.options.pass_at_k == "analytic":
+        return (
+            f"(p_own - p) / sqrt(p * (1 - p)), where p is the share of all draws of {k} from the n rollouts that hold "
+            "a right one, and p_own that of the draws with this rollout"
+        )
+    return "best reward - second best for the one best rollout, 0 for all others"
+
+
 def _pass_at_k_formula(config: NormalizationConfig) -> str:
     if config.options.pass_at_k == "analytic":
-        return f"pass@{config.options.k} of a reward of {{reward}} among {{n}} with mean {{mean}}"
-    return "the lead of the best over the second best if {reward} is the best alone, {maximum}, else 0"
+        return (
+            f"the advantage of reward {{reward}} over all draws of {config.options.k} from {{n}} rollouts "
+            "with mean {mean}"
+        )
+    return "the lead over the second best if {reward} is the one best reward of the group ({maximum}), else 0"
 
 
 def _gdpo(x: EstimatorInputs) -> Tensor:
@@ -76,32 +95,53 @@ def _gdpo(x: EstimatorInputs) -> Tensor:
     return gdpo_advantages(x.components, weights, x.group, x.counted, ddof=ddof, std_epsilon=x.config.std_epsilon)
 
 
+def _gdpo_terms(config: NormalizationConfig) -> str:
+    return " + ".join(f"{weight:g} * z({name})" for name, weight in config.options.component_weights.items())
+
+
+def _gdpo_definition(config: NormalizationConfig) -> str:
+    epsilon = f"{config.std_epsilon:g}"
+    return f"({_gdpo_terms(config)}) / (std over the batch + {epsilon}), where z = (reward - mean) / (std + {epsilon})"
+
+
 def _gdpo_formula(config: NormalizationConfig) -> str:
-    terms = " + ".join(f"{weight:g} * z({name})" for name, weight in config.options.component_weights.items())
-    return f"({terms}) / (deviation over the batch + {{epsilon}}), z normalized over the group"
+    # A component may be named with braces, which the caller's format would fill in.
+    terms = _gdpo_terms(config).replace("{", "{{").replace("}", "}}")
+    return f"({terms}) / (std over the batch + {{epsilon}}) with z normalized over the group"
 
 
-def _centred(config: NormalizationConfig) -> str:
-    return "{reward} - {mean}"
+def _always(text: str) -> Callable[[NormalizationConfig], str]:
+    return lambda _: text
 
 
-_GRPO = Estimator(_grpo, _grpo_formula)
+_GRPO = Estimator(_grpo, _grpo_definition, _grpo_formula)
 
 ESTIMATORS: Final = MappingProxyType(
     {
         "grpo": _GRPO,
         "gspo": _GRPO,
-        "dr_grpo": Estimator(lambda x: dr_grpo_advantages(x.rewards, x.group, x.statistics), _centred),
+        "dr_grpo": Estimator(
+            lambda x: dr_grpo_advantages(x.rewards, x.group, x.statistics),
+            _always("reward - mean"),
+            _always("{reward} - {mean}"),
+        ),
         "rloo": Estimator(
             lambda x: rloo_advantages(x.rewards, x.group, x.statistics),
-            lambda _: "({reward} - {mean}) * {n} / ({n} - 1)",
+            _always("(reward - mean) * n / (n - 1)"),
+            _always("({reward} - {mean}) * {n} / ({n} - 1)"),
         ),
-        "opo": Estimator(_opo, lambda _: "{reward} - {baseline}, the mean weighted by trainable tokens"),
-        "maxrl": Estimator(_maxrl, lambda _: "({reward} - {mean}) / {mean}"),
-        "pass_at_k": Estimator(_pass_at_k, _pass_at_k_formula),
-        "gdpo": Estimator(_gdpo, _gdpo_formula, zero_where_equal=False),
+        "opo": Estimator(
+            _opo,
+            _always("reward - (mean weighted by trainable tokens)"),
+            _always("{reward} - {baseline} (the mean weighted by trainable tokens)"),
+        ),
+        "maxrl": Estimator(_maxrl, _always("(reward - mean) / mean"), _always("({reward} - {mean}) / {mean}")),
+        "pass_at_k": Estimator(_pass_at_k, _pass_at_k_definition, _pass_at_k_formula),
+        "gdpo": Estimator(_gdpo, _gdpo_definition, _gdpo_formula, zero_where_equal=False),
         "reinforce_plus_plus_baseline": Estimator(
-            lambda x: reinforce_plus_plus_baseline_advantages(x.rewards, x.group, x.statistics), _centred
+            lambda x: reinforce_plus_plus_baseline_advantages(x.rewards, x.group, x.statistics),
+            _always("reward - mean"),
+            _always("{reward} - {mean}"),
         ),
     }
 )

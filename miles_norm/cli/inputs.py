@@ -41,30 +41,43 @@ class Batch:
 
 
 def read_config(path: Path | None, settings: Sequence[str]) -> NormalizationConfig:
-    """The settings of a YAML file, overridden by ``key=value`` texts whose values are YAML.
+    """The settings of a YAML file, and over them ``key=value`` texts whose values are YAML, in their order.
+
+    ``options.whitening=rollout`` sets one field of a nested model, ``options={whitening: rollout}`` those that it
+    names; the others stay as the file or an earlier text has them.
 
     Raises:
         ConfigError: a file or value that does not fit, an unknown key, or a text without ``=``.
     """
-    given: dict[str, Any] = {}
-    if path is not None:
-        config = NormalizationConfig.from_yaml(path)
-        given = {name: getattr(config, name) for name in config.model_fields_set}
+    given = {} if path is None else NormalizationConfig.read_yaml(path)
     for text in settings:
-        key, separator, value = text.partition("=")
-        if not separator or not key.strip():
+        key, separator, value = (part.strip() for part in text.partition("="))
+        if not separator or not all(key.split(".")):
             raise ConfigError(
                 f"--set {text}",
                 got="no key=value",
                 expected="a field, an equals sign and a YAML value",
                 reason="every setting has a name",
-                remedy="write for example --set advantage_estimator=rloo; `miles-norm config` prints every field",
+                remedy="write for example --set advantage_estimator=rloo or --set options.whitening=rollout; "
+                "`miles-norm config` prints every field",
             )
-        given[key.strip()] = parse_yaml(value, f"--set {key.strip()}")
+        nested = parse_yaml(value, f"--set {key}")
+        for name in reversed(key.split(".")):
+            nested = {name: nested}
+        given = _merged(given, nested)
     config = NormalizationConfig(**given)
     if config.device is not None:
         _check_device(config.device)
     return config
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings in one; where both hold a mapping, so do these."""
+    merged = dict(under)
+    for name, value in over.items():
+        below = merged.get(name)
+        merged[name] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _check_device(device: str) -> None:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from miles_norm.advantages import ESTIMATORS
+from miles_norm.cli.header import print_header
 from miles_norm.cli.summary import (
     GroupSummary,
-    counted,
     exclusion_name,
     json_id,
     number,
@@ -21,9 +20,7 @@ from miles_norm.cli.summary import (
 )
 from miles_norm.cli.table import Column, Note, print_table
 from miles_norm.cli.terminal import show_lines, show_warnings
-from miles_norm.config import NormalizationConfig
 from miles_norm.counting import Exclusion
-from miles_norm.explain import GROUP_RULES
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
@@ -42,7 +39,7 @@ def print_report(console: Console, batch: Batch, *, show_all: bool) -> None:
     """Print header, table of prompt groups, totals and warnings."""
     summaries = summarize_groups(batch.result)
     shown = summaries if show_all else select_notable(summaries, TABLE_LIMIT)
-    _print_header(console, batch, summaries)
+    print_header(console, batch, summaries)
     console.print()
     _print_groups(console, shown)
     if len(shown) < len(summaries):
@@ -56,37 +53,6 @@ def print_report(console: Console, batch: Batch, *, show_all: bool) -> None:
     if batch.warnings:
         console.print()
     show_warnings(console, batch.warnings)
-
-
-def _print_header(console: Console, batch: Batch, summaries: list[GroupSummary]) -> None:
-    result, config = batch.result, batch.result.config
-    rollouts = sum(summary.rollouts for summary in summaries)
-    step = "" if batch.rollout_id is None else f", rollout step {batch.rollout_id}"
-    show_lines(console, f"{batch.path}{step}", style="bold")
-    counts = [(result.index.num_rows, "row"), (rollouts, "rollout"), (len(summaries), "prompt group")]
-    named = ", ".join(counted(count, noun) for count, noun in counts)
-    show_lines(console, f"{named} (groups from {_rule(batch)})")
-    estimator = config.advantage_estimator
-    if config.normalizes_groups:
-        formula = ESTIMATORS[estimator].formula(config)
-        formula = formula.format(reward="reward", mean="mean", std="std", epsilon=f"{config.std_epsilon:g}", n="n")
-        show_lines(console, f"{estimator}: advantage = {formula}")
-    else:
-        why = "" if config.rewards_normalization else " (rewards_normalization is false)"
-        show_lines(console, f"{estimator}: rows keep their own rewards{why}")
-    defaults = NormalizationConfig()
-    names = [name for name in type(config).model_fields if name != "advantage_estimator"]
-    changed = [f"{n}={getattr(config, n)}" for n in names if getattr(config, n) != getattr(defaults, n)]
-    if changed:
-        show_lines(console, f"not at their defaults: {', '.join(changed)}")
-
-
-def _rule(batch: Batch) -> str:
-    index = batch.result.index
-    if index.group_source == "prompt_group_sizes":
-        return "prompt_group_sizes in the dump's metadata" if batch.sizes_from_dump else "--prompt-group-sizes"
-    rule = GROUP_RULES.get(index.group_source, index.group_source)
-    return rule if batch.result.columns.adapter is None or index.group_column is None else f"adapter and {rule}"
 
 
 def _print_groups(console: Console, summaries: list[GroupSummary]) -> None:

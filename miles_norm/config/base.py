@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -37,6 +38,9 @@ class Config(BaseModel):
         except ValidationError as error:
             raise _config_error(type(self), error) from None
 
+    # As in BaseModel: a nested model is then validated in place, and its problems are named from the outermost one.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     @classmethod
     def from_yaml(cls, source: str | Path) -> Self:
         """Read a YAML file (a path) with one mapping of field names to values.
@@ -45,12 +49,23 @@ class Config(BaseModel):
             ConfigError: no such file, no valid YAML, no mapping, a key twice, an unknown field, a wrong value.
             MissingDependencyError: PyYAML is not installed.
         """
+        return cls(**cls.read_yaml(source))
+
+    @classmethod
+    def read_yaml(cls, source: str | Path) -> dict[str, Any]:
+        """The mapping that a YAML file holds, its fields not checked yet.
+
+        Raises:
+            ConfigError: no such file, no valid YAML, no mapping, a key twice.
+            MissingDependencyError: PyYAML is not installed.
+        """
         try:
             text = Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            missing = isinstance(error, FileNotFoundError)
             raise ConfigError(
                 f"config file {source}",
-                got=str(error),
+                got="no such file" if missing else getattr(error, "strerror", None) or str(error),
                 expected="a readable YAML file in UTF-8",
                 reason="settings come from nowhere else",
                 remedy="check the path",
@@ -64,12 +79,12 @@ class Config(BaseModel):
                 reason="every setting has a name",
                 remedy=f"write lines such as 'advantage_estimator: grpo'; fields: {', '.join(cls.model_fields)}",
             )
-        return cls(**{str(key): value for key, value in data.items()})
+        return {str(key): value for key, value in data.items()}
 
     def to_yaml(self, *, comments: bool = False) -> str:
         """All fields with their values, defaults included; ``from_yaml`` reads it back to an equal model.
 
-        With ``comments`` each field's documentation stands above it.
+        With ``comments`` each field's documentation stands above it, and the values of a choice.
         """
         yaml = _yaml()
 
@@ -80,7 +95,9 @@ class Config(BaseModel):
         lines = []
         for name, field in type(self).model_fields.items():
             if comments and field.description:
-                lines += [f"# {line}".rstrip() for line in field.description.splitlines()]
+                lines += [
+                    f"# {line}".rstrip() for line in (*field.description.splitlines(), *_choices(field.annotation))
+                ]
             value = getattr(self, name)
             if isinstance(value, Config):
                 nested = value.to_yaml(comments=comments).splitlines()
@@ -104,22 +121,60 @@ def _config_error(model: type[BaseModel], error: ValidationError) -> ConfigError
         inner = problem.get("ctx", {}).get("error")
         if isinstance(inner, ConfigError):
             return inner
+    known = list(_paths(model))
     got, expected = [], []
     for problem in problems:
-        name = ".".join(str(part) for part in problem["loc"])
-        got.append(f"{name}={problem['input']!r}")
-        message = problem["msg"][:1].lower() + problem["msg"][1:]
+        name, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
+        message = _WORDS.get(problem["type"]) or problem["msg"][:1].lower() + problem["msg"][1:]
         if problem["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, model.model_fields, n=1)
-            message = "no such field" + (f" (did you mean {close[0]!r}?)" if close else "")
+            while isinstance(value, Mapping) and len(value) == 1:
+                [(key, value)] = value.items()
+                name = f"{name}.{key}"
+            message = _unknown(name, known)
+        got.append(f"{name}={value!r}")
         expected.append(f"{name}: {message}")
     return ConfigError(
         model.__name__,
         got=", ".join(got),
         expected="; ".join(expected),
         reason="a setting that is not understood would change the training signal in silence",
-        remedy="mend it; `miles-norm config` prints every field with its meaning",
+        remedy="correct or remove what is named above; `miles-norm config` prints every field with its values",
     )
+
+
+_WORDS: Final = {
+    "tuple_type": "input should be a list, such as [a, b]",
+    "model_type": "input should be a mapping of field names to values",
+}
+"""Where pydantic's message speaks of Python's types."""
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Names of all fields; those of a nested model with dots."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _paths(field.annotation, f"{prefix}{name}.")
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    """Say what was meant by a field that does not exist."""
+    outer, _, last = name.rpartition(".")
+    if name in known:
+        return f"no such field at this level ({last!r} stands indented below '{outer}:')"
+    prefix = f"{outer}." if outer in known else ""
+    level = [path.removeprefix(prefix) for path in known if path.startswith(prefix)]
+    close = [path for path in known if path.rpartition(".")[2] == last]
+    close = close or [prefix + path for path in difflib.get_close_matches(name.removeprefix(prefix), level, n=1)]
+    if close:
+        return f"no such field (did you mean {' or '.join(map(repr, close))}?)"
+    return f"no such field (those of {outer!r}: {', '.join(level)})" if prefix else "no such field"
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is not Literal:
+        return []
+    return textwrap.wrap(f"One of: {', '.join(map(str, get_args(annotation)))}.", 98)
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -153,7 +208,7 @@ def parse_yaml(text: str, name: str) -> Any:
             got=" ".join(str(error).split()) or type(error).__name__,
             expected="valid YAML",
             reason="settings are not guessed from broken text",
-            remedy="mend the named line",
+            remedy="correct the YAML at that place; quote texts that hold a colon, a bracket or a #",
         ) from None
 
 

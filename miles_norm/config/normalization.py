@@ -103,7 +103,7 @@ class NormalizationConfig(Config):
       got:      advantage_estimater='rloo'
       expected: advantage_estimater: no such field (did you mean 'advantage_estimator'?)
       reason:   a setting that is not understood would change the training signal in silence
-      remedy:   mend it; `miles-norm config` prints every field with its meaning
+      remedy:   correct or remove what is named above; `miles-norm config` prints every field with its values
     """
 
     advantage_estimator: AdvantageEstimator = "grpo"
