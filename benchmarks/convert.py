@@ -126,15 +126,16 @@ def check_same(samples: list[Sample]) -> None:
     assert found == expected
 
 
-def best(call: Callable[[], object], seconds: float = 2.0) -> float:
-    call()
+def best(*calls: Callable[[], object], seconds: float = 4.0) -> list[float]:
+    """Best time of each call, taken in turns so that a busy machine slows all of them."""
     gc.collect()
-    times: list[float] = []
-    while (sum(times) < seconds and len(times) < 200) or len(times) < 3:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    times: list[list[float]] = [[] for _ in calls]
+    while (sum(map(sum, times)) < seconds and len(times[0]) < 200) or len(times[0]) < 4:
+        for call, of_call in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            of_call.append(time.perf_counter() - start)
+    return [min(of_call) for of_call in times]
 
 
 def _peak(rows: int, tokens: int, kind: str, queue: "multiprocessing.Queue[float]") -> None:
@@ -169,15 +170,18 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, Python {platform.python_version()}")
     check_same(make_samples(100, 1_500, "lists"))
     samples = make_samples(rows, tokens, "lists")
-    plain = best(lambda: plain_conversion(samples))
+    plain, from_lists = best(lambda: plain_conversion(samples), lambda: ours(samples))
     figures: dict[str, Any] = {"rows": rows, "tokens_per_row": tokens, "plain_ms": plain * 1e3}
     print(f"{rows} rows of {tokens} tokens, fan-out {', '.join(map(str, FAN_OUT))}")
     print(f"{'conversion':<16} {'ms':>8} {'us/row':>7} {'x faster':>9}  peak extra memory")
     print(f"{'plain, lists':<16} {plain * 1e3:>8.1f} {plain / rows * 1e6:>7.2f} {'1':>9}")
     for kind in ("lists", "arrays", "views"):
-        samples = []  # before the next ones are made
-        samples = make_samples(rows, tokens, kind)
-        own = best(functools.partial(ours, samples))
+        if kind == "lists":
+            own = from_lists
+        else:
+            samples = []  # before the next ones are made
+            samples = make_samples(rows, tokens, kind)
+            own = best(functools.partial(ours, samples))[0]
         figures[kind] = {"ms": own * 1e3, "times_faster": plain / own}
         memory = ""
         if kind != "lists":
