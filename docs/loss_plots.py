@@ -2,8 +2,8 @@
 
     python docs/loss_plots.py        draws docs/loss_divisor.svg; needs matplotlib, the extra "plots"
 
-Eight rollouts of 60 trainable tokens are cut evenly into one to five rows. Every token has the loss theta, whose gradient
-is 1: SGD and Adam with learning rate 1 are run on the weighted sums, and how far theta went is what the table says.
+Eight rollouts of 60 trainable tokens are cut evenly into one to five rows. Every token has the loss theta, whose
+gradient is 1: SGD and Adam with learning rate 1 are run on the weighted sums, and the table says how far theta went.
 """
 
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ def epoch(case: Case, fan_out: int) -> Epoch:
 def table(fan_outs: tuple[int, ...] = (1, 2, 3)) -> str:
     """The epochs as a Markdown table."""
     lines = [
-        "| updates; divisor | rows | dropped | updates | mass of an update | mass of the epoch | SGD | Adam |",
+        "| updates; divisor | rows | dropped | updates | mass per update | mass per epoch | SGD | Adam |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
@@ -110,27 +110,29 @@ def table(fan_outs: tuple[int, ...] = (1, 2, 3)) -> str:
 
 def draw(path: Path) -> None:
     """Draw how far SGD and Adam go over the fan-out."""
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("svg")
+    mpl.use("svg")
     # The same bytes each time, and text as text.
-    matplotlib.rcParams.update({"svg.hashsalt": "miles_norm", "svg.fonttype": "none", "font.size": 8})
-    from matplotlib import pyplot
+    mpl.rcParams.update({"svg.hashsalt": "miles_norm", "svg.fonttype": "none", "font.size": 8})
+    import matplotlib.pyplot as plt
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
     markers = ("o", "s", "^", "v", "x")
     for axis, optimizer in zip(axes, ("sgd", "adam"), strict=True):
         for case, marker in zip(CASES, markers, strict=True):
             moved = [getattr(epoch(case, fan_out), optimizer) for fan_out in FAN_OUTS]
-            axis.plot(FAN_OUTS, moved, marker=marker, markersize=4, linewidth=1, label=case.name)
+            axis.plot(FAN_OUTS, moved, marker=marker, markersize=6, fillstyle="none", linewidth=1, label=case.name)
         axis.set_title({"sgd": "SGD", "adam": "Adam"}[optimizer])
         axis.set_xlabel("rows per rollout")
         axis.set_xticks(FAN_OUTS)
-        axis.set_ylim(bottom=0)
-    axes[0].set_ylabel("distance in one epoch / learning rate")
+        axis.set_yscale("log", base=2)
+        axis.set_ylim(0.15, 12)
+        axis.yaxis.set_major_formatter("{x:g}")
+    axes[0].set_ylabel("distance of one epoch / learning rate")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=1, frameon=False)
     figure.savefig(path, metadata={"Date": None, "Creator": None})
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

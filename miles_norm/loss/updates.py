@@ -105,7 +105,9 @@ class UpdatePlan:
         for number, rows in enumerate(self.updates):
             rollouts = len(set(index.row_rollout[rows].tolist()))
             tokens = int(self.result.trainable_tokens[rows].sum())
-            lines.append(f"update {number}: {rollouts} rollouts, {len(rows)} rows, {tokens} trainable tokens")
+            counts = ((rollouts, "rollout"), (len(rows), "row"), (tokens, "trainable token"))
+            counted = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+            lines.append(f"update {number}: {counted}")
         for name in ("dropped", "carried", "partly_dropped"):
             rollouts_in_none: list[int] = getattr(self, f"{name}_rollouts")
             if rollouts_in_none:
