@@ -87,14 +87,19 @@ def normalize(  # the command line is what the options are
     if output is not None:
         check_output(output, dump, force=force)
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
-    about_output = [] if output is None else write_output(batch, output, force=force)
 
     from miles_norm.cli.report import print_report, report_json, strict_json
 
     if as_json:
-        sys.stdout.write(strict_json(report_json(batch)) + "\n")
+        report = strict_json(report_json(batch)) + "\n"
     else:
-        print_report(console_for(), batch, show_all=show_all)
+        console = console_for()
+        with console.capture() as captured:
+            print_report(console, batch, show_all=show_all)
+        report = captured.get()
+    # The file is written once nothing but a closed pipe can stop the report, and the report printed once it is there.
+    about_output = [] if output is None else write_output(batch, output, force=force)
+    sys.stdout.write(report)
     if output is not None:
         sys.stdout.flush()
         messages = console_for(stderr=True)

@@ -6,13 +6,11 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
 from miles_norm.cli.header import print_header
 from miles_norm.cli.summary import (
     GroupSummary,
-    exclusion_name,
     json_id,
     number,
     select_notable,
@@ -20,7 +18,7 @@ from miles_norm.cli.summary import (
 )
 from miles_norm.cli.table import Column, Note, print_table
 from miles_norm.cli.terminal import show_lines, show_warnings
-from miles_norm.counting import Exclusion
+from miles_norm.cli.totals import print_totals
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
@@ -44,12 +42,12 @@ def print_report(console: Console, batch: Batch, *, show_all: bool) -> None:
     _print_groups(console, shown)
     if len(shown) < len(summaries):
         text = (
-            f"{len(summaries) - len(shown)} of {len(summaries)} groups are left out. Unusual notes come first, "
-            "then the largest advantages; --all shows every group."
+            f"{len(shown)} of {len(summaries)} groups, in the order of the dump: those with unusual notes were chosen "
+            "first, then those with the largest advantages; --all shows every group"
         )
         show_lines(console, text)
     console.print()
-    _print_totals(console, batch.result, empty=sum(summary.rollouts == 0 for summary in summaries))
+    print_totals(console, batch.result, empty=sum(summary.rollouts == 0 for summary in summaries))
     if batch.warnings:
         console.print()
     show_warnings(console, batch.warnings)
@@ -83,37 +81,6 @@ def _fan_out(extremes: tuple[int, int] | None) -> str:
         return "-"
     low, high = extremes
     return str(low) if low == high else f"{low}-{high}"
-
-
-def _print_totals(console: Console, result: NormalizedRewards, *, empty: int) -> None:
-    values = {name.partition("/")[2]: value for name, value in result.metrics().items()}
-
-    def count(name: str) -> int:
-        return int(values[name])
-
-    padding = result.columns.padding
-    real = torch.ones(result.index.num_rows, dtype=torch.bool) if padding is None else ~padding.cpu()
-    unscored = int((~torch.isfinite(result.raw_rewards.cpu()) & real).sum())
-    untrained = int((~result.trained_rows.cpu() & real).sum())
-    reasons = [reason for reason in Exclusion if reason not in (Exclusion.COUNTED, Exclusion.PADDING)]
-    excluded = {exclusion_name(reason): count(f"excluded_{reason.name.lower()}") for reason in reasons}
-    parts = ", ".join(f"{n} {name}" for name, n in excluded.items() if n)
-    means = [number(values.get(name)) for name in ("reward_mean", "row_reward_mean")]
-    fan_out = f"mean {values['fan_out_mean']:.2f}, max {count('fan_out_max')}" if "fan_out_max" in values else "-"
-    lines = {
-        "reward mean": f"{means[0]} per rollout, {means[1]} per row",
-        "fan-out": fan_out,
-        "groups": f"{count('zero_variance_groups')} all equal, {count('singleton_groups')} with one rollout"
-        + (f", {count('incomplete_groups')} incomplete" if result.config.n_samples_per_prompt else "")
-        + (f", {empty} without a rollout" if empty else ""),
-        "rollouts": f"{count('counted_rollouts')} counted, {sum(excluded.values())} excluded"
-        + (f" ({parts})" if parts else ""),
-        "rows": f"{count('trained_rows')} trained, {untrained} untrained, {unscored} unscored"
-        + (f", {int((~real).sum())} padding" if padding is not None else ""),
-        "tokens": f"{count('trainable_tokens')} trainable",
-    }
-    width = max(map(len, lines))
-    show_lines(console, "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
 
 
 def report_json(batch: Batch) -> dict[str, Any]:

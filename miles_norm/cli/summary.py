@@ -193,8 +193,13 @@ def _adapters(result: NormalizedRewards) -> list[str | None]:
 
 
 def disagreeing_rows(result: NormalizedRewards) -> Tensor:
-    """bool ``[N]``: the row is scored and has another reward than its rollout's mainstream row."""
+    """bool ``[N]``: the row is scored and has another reward than its rollout's mainstream row.
+
+    Under ``shared`` siblings agree: beyond the tolerance they are an error.
+    """
     own = result.rewards.row_values
+    if result.config.rollout_reward == "shared":
+        return torch.zeros_like(own, dtype=torch.bool)
     differs = ~torch.isnan(own) & (own != own[result.mainstream_rows][result.index.row_rollout])
     return differs if result.columns.padding is None else differs & ~result.columns.padding
 

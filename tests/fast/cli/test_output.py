@@ -7,6 +7,7 @@ import pytest
 from command_line import EXAMPLE, LORA, MAINSTREAM, Run
 
 from miles_norm import normalize_rewards, read_dump
+from miles_norm.cli import report
 
 
 def test_json_is_one_strict_object(run: Callable[..., Run], jsonl: Callable[..., Path]) -> None:
@@ -121,3 +122,22 @@ def test_output_that_cannot_be_written(run: Callable[..., Run], tmp_path: Path, 
     refused = run("normalize", EXAMPLE, "-o", tmp_path / out)
     assert (refused.code, refused.out) == (2, "")
     assert text in refused.err
+
+
+def test_nothing_is_written_where_the_report_fails(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the report")
+
+    for name, arguments in (("print_report", ()), ("report_json", ("--json",))):
+        monkeypatch.setattr(report, name, fail)
+        with pytest.raises(RuntimeError, match="the report"):
+            run("normalize", EXAMPLE, "-o", tmp_path / "out.jsonl", *arguments)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_is_the_same_with_an_output(run: Callable[..., Run], tmp_path: Path) -> None:
+    for arguments in ((), ("--json",)):
+        shown = run("normalize", EXAMPLE, *arguments).out
+        assert run("normalize", EXAMPLE, *arguments, "-o", tmp_path / "out.jsonl", "--force").out == shown

@@ -1,6 +1,7 @@
 """What people read of ``normalize``: the table, its widths, its notes."""
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from miles_norm.cli.summary import number
+
+
+def sets(*texts: str) -> list[str]:
+    return [part for text in texts for part in ("--set", text)]
 
 
 def test_the_table_shows_what_a_hand_computes(run: Callable[..., Run]) -> None:
@@ -29,7 +34,7 @@ def test_the_table_shows_what_a_hand_computes(run: Callable[..., Run]) -> None:
     assert "reward mean  0.4375 per rollout, 0.4440 per row" in shown.out
     assert "groups       2 all equal, 0 with one rollout\n" in shown.out
     assert "rollouts     24 counted, 0 excluded\n" in shown.out
-    assert "rows         58 trained, 0 untrained, 0 unscored\n" in shown.out
+    assert "rows         58 trained, 0 untrained, 0 excluded\n" in shown.out
     assert "warning" not in shown.out
 
 
@@ -75,6 +80,8 @@ def test_notes_say_what_deserves_a_look(run: Callable[..., Run]) -> None:
     assert "not at their defaults: untrained_rollouts=exclude, n_samples_per_prompt=5\n" in shown.out
     assert "groups       2 all equal, 0 with one rollout, 6 incomplete\n" in shown.out
     assert "rollouts     22 counted, 2 excluded (2 untrained)\n" in shown.out
+    # 58 rows; rollouts 11 and 13 have three, and four rows of counted rollouts are removed or masked.
+    assert "rows         51 trained, 4 untrained (4 removed or masked), 3 excluded\n" in shown.out
 
 
 def test_each_warning_is_printed_once_and_the_logger_is_left_as_it_was(run: Callable[..., Run]) -> None:
@@ -127,7 +134,8 @@ def test_unscored_rollouts_are_left_out_and_said_so(run: Callable[..., Run], jso
     assert shown.lines[7].split(maxsplit=8)[8] == "1 excluded: unscored"
     assert shown.lines[8].split(maxsplit=8)[8] == "one rollout, 1 excluded: unscored"
     assert "rollouts     3 counted, 2 excluded (2 unscored)\n" in shown.out
-    assert "rows         3 trained, 2 untrained, 2 unscored\n" in shown.out
+    assert "rows         3 trained, 0 untrained, 2 excluded\n" in shown.out
+    assert "unscored     2 of 5 rows (missing_reward is exclude)\n" in shown.out
 
 
 def test_padding_counts_in_nothing_but_rows(run: Callable[..., Run], jsonl: Callable[..., Path]) -> None:
@@ -137,7 +145,7 @@ def test_padding_counts_in_nothing_but_rows(run: Callable[..., Run], jsonl: Call
     assert shown.lines[1].startswith("4 rows, 2 rollouts, 1 prompt group ")
     expected = ["0", "4", "2", "1", "0.5000", "0.7071", "-0.7071", "0.7071", "2 padding rows"]
     assert shown.lines[6].split(maxsplit=8) == expected
-    assert "rows         2 trained, 0 untrained, 0 unscored, 2 padding\n" in shown.out
+    assert "rows         2 trained, 0 untrained, 0 excluded, 2 padding\n" in shown.out
 
 
 @pytest.mark.parametrize(
@@ -156,6 +164,68 @@ def test_notes_that_settings_decide(
     assert line.split(maxsplit=8)[8:] == ([note] if note else [])
 
 
+MASKED, TRUNCATED = {"loss_mask": [0, 0]}, {"status": "truncated"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ([], None),
+        (["missing_reward=exclude"], "5 trained, 3 untrained (3 removed or masked), 1 excluded, 1 padding"),
+        # An excluded rollout takes its rows along, whatever else is the matter with them.
+        (
+            ["missing_reward=exclude", "untrained_rollouts=exclude"],
+            "5 trained, 1 untrained (1 removed or masked), 3 excluded, 1 padding",
+        ),
+        (
+            ["missing_reward=exclude", "truncated_rollouts=untrain"],
+            "4 trained, 4 untrained (3 removed or masked, 1 truncated), 1 excluded, 1 padding",
+        ),
+        (
+            ["missing_reward=zero", "truncated_rollouts=untrain", "untrained_rollouts=exclude"],
+            "5 trained, 1 untrained (1 removed or masked), 3 excluded, 1 padding",
+        ),
+        (["missing_reward=exclude", "min_group_size=9"], "0 trained, 0 untrained, 9 excluded, 1 padding"),
+        (
+            ["missing_reward=exclude", "advantage_estimator=ppo"],
+            "4 trained, 4 untrained (3 removed or masked, 1 unscored), 1 excluded, 1 padding",
+        ),
+    ],
+)
+def test_every_row_is_in_one_state(
+    run: Callable[..., Run], jsonl: Callable[..., Path], settings: list[str], line: str | None
+) -> None:
+    rows = [
+        {"rollout_id": 0, "reward": 1},
+        {"rollout_id": 0, "reward": None},
+        {"rollout_id": 0, "reward": 1, **MASKED},
+        {"rollout_id": 1, "reward": None},
+        {"rollout_id": 2, "reward": 0, "remove_sample": True},
+        {"rollout_id": 2, "reward": 0, **MASKED},
+        {"rollout_id": 3, "reward": 0, **TRUNCATED},
+        {"rollout_id": 4, "reward": 1},
+        {"rollout_id": 5, "reward": 1},
+        {"rollout_id": 5, "reward": None, "is_padding": True},
+    ]
+    shown = run("normalize", jsonl(*({"group_index": 0, **row} for row in rows)), *sets(*settings))
+    assert shown.code == (2 if line is None else 0)
+    assert line is None or f"rows         {line}\n" in shown.out
+    numbers = [int(word) for word in re.sub(r" \(.*?\)", "", line or "10").split() if word.isdigit()]
+    assert sum(numbers) == 10
+
+
+@pytest.mark.parametrize("policy", ["mainstream", "shared", "max"])
+def test_siblings_within_the_tolerance_of_shared_agree(
+    run: Callable[..., Run], jsonl: Callable[..., Path], policy: str
+) -> None:
+    rows = [(0, 1.0), (0, 1.0 + 1e-9), (1, 0.0)]
+    path = jsonl(*({"group_index": 0, "rollout_id": name, "reward": reward} for name, reward in rows))
+    tolerance = ["shared_reward_tolerance=1e-6"] if policy == "shared" else []
+    given = sets(f"rollout_reward={policy}", *tolerance)
+    for command in (("normalize", path), ("explain", path, "--group", 0)):
+        assert ("siblings disagree" in run(*command, *given).out) == (policy != "shared")
+
+
 def test_only_notable_groups_unless_all_are_asked_for(run: Callable[..., Run], jsonl: Callable[..., Path]) -> None:
     path = jsonl(*many_groups(200))
     shown = run("normalize", path)
@@ -165,11 +235,14 @@ def test_only_notable_groups_unless_all_are_asked_for(run: Callable[..., Run], j
     # One rollout is unusual, 0, 0, 0, 100 has the largest advantage, and what is all equal comes last.
     assert {"p007", "p123"} <= set(names)
     assert not {f"p{group:03d}" for group in range(0, 200, 10)} & set(names)
-    assert "160 of 200 groups are left out. Unusual notes come first" in shown.out
+    how = (
+        "40 of 200 groups, in the order of the dump: those with unusual notes were chosen first, then those with the l"
+    )
+    assert how in shown.out
     assert "groups       20 all equal, 1 with one rollout\n" in shown.out
     complete = run("normalize", path, "--all")
     assert sum(line.startswith("p") for line in complete.lines) == 200
-    assert "left out" not in complete.out
+    assert "of 200 groups" not in complete.out
 
 
 def test_estimators_that_pass_rewards_through(run: Callable[..., Run]) -> None:
