@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_norm.errors import format_rows
 from miles_norm.ragged_build import adjacent_rows, flat_values, host_array, list_dtype
-from miles_norm.ragged_checks import bad_column, checked_offsets, is_row, offsets_of, repeated, row_numbers, running
+from miles_norm.ragged_checks import bad_column, checked_offsets, odd_rows, offsets_of, repeated, row_numbers, running
 
 __all__ = ["Ragged"]
 
@@ -71,7 +71,7 @@ class Ragged:
             SampleError: rows of another kind; all of them are named. Elements are looked at when ``values`` is built.
         """
         rows = list(rows)
-        bad = [n for n, row in enumerate(rows) if not is_row(row)]
+        bad = odd_rows(rows)
         if bad:
             raise bad_column(
                 f"{format_rows(bad)} of a ragged column",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,10 @@ def list_dtype(rows: Sequence[Any], declared: torch.dtype) -> torch.dtype:
     Raises:
         SampleError: arrays of a dtype that torch lacks; all rows are named.
     """
-    found = {getattr(row, "dtype", None) for row in rows}
+    try:
+        found = set(map(_DTYPE, rows))
+    except AttributeError:
+        found = {getattr(row, "dtype", None) for row in rows}
     known: set[torch.dtype | None] = set()
     for dtype in found:
         if dtype is None or isinstance(dtype, torch.dtype):
@@ -74,13 +78,18 @@ def list_dtype(rows: Sequence[Any], declared: torch.dtype) -> torch.dtype:
     return declared if only is None else only
 
 
+_DTYPE = attrgetter("dtype")
+
+
 def adjacent_rows(rows: Sequence[Any]) -> Tensor | None:
     """One tensor over the memory of all rows if they lie one after the other in one array or tensor, else None."""
     kinds = set(map(type, rows))
     if len(kinds) != 1 or not issubclass(kind := kinds.pop(), np.ndarray | Tensor):
         return None
     first = rows[0]
-    if any(row.dtype != first.dtype or row.shape[1:] != first.shape[1:] for row in rows[1:]):
+    if len(set(map(_DTYPE, rows))) > 1:
+        return None
+    if first.ndim > 1 and any(row.shape[1:] != first.shape[1:] for row in rows):
         return None
     if issubclass(kind, Tensor):
         return _adjacent_tensors([row.detach() for row in rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 
-__all__ = ["bad_column", "checked_offsets", "is_row", "offsets_of", "repeated", "row_numbers", "running"]
+__all__ = ["bad_column", "checked_offsets", "odd_rows", "offsets_of", "repeated", "row_numbers", "running"]
 
 
 def row_numbers(rows: Any, num_rows: int) -> Tensor:
@@ -39,8 +40,21 @@ def row_numbers(rows: Any, num_rows: int) -> Tensor:
     return torch.from_numpy(numbers.astype(np.int64))
 
 
-def is_row(row: Any) -> bool:
-    """Whether it is a list, tuple, bytes, array or tensor with at least one dimension."""
+def odd_rows(rows: Sequence[Any]) -> list[int]:
+    """Rows that are no list, tuple, bytes, array or tensor with at least one dimension."""
+    kinds = set(map(type, rows))
+    # One look per kind of row instead of one per row, wherever that is enough.
+    if all(issubclass(kind, list | tuple | bytes | bytearray) for kind in kinds):
+        return []
+    if all(issubclass(kind, np.ndarray | Tensor) for kind in kinds) and set(map(_NDIM, rows)) == {1}:
+        return []
+    return [n for n, row in enumerate(rows) if not _is_row(row)]
+
+
+_NDIM = attrgetter("ndim")
+
+
+def _is_row(row: Any) -> bool:
     if isinstance(row, np.ndarray | Tensor):
         return row.ndim >= 1 and 0 not in row.shape[1:]
     return isinstance(row, list | tuple | bytes | bytearray)
