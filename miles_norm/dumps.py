@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from miles_norm.errors import DumpError, format_rows
-from miles_norm.files import open_existing, replacing
+from miles_norm.files import DUMP_ENDINGS, ending_of, open_existing, replacing
 from miles_norm.json_lines import iter_rows, open_writer
 from miles_norm.plain_values import NotPlainError, json_line, plain_mapping
 from miles_norm.safe_pickle import load_checkpoint
@@ -20,7 +20,6 @@ __all__ = ["DumpStream", "RolloutDump", "read_dump", "stream_dump", "write_dump"
 
 Progress = Callable[[int, int], None]
 _TABLES = (".parquet", ".safetensors")
-_SUFFIXES = (".pt", ".jsonl", ".jsonl.gz", ".jsonl.zst", *_TABLES)
 _logger = logging.getLogger("miles_norm")
 
 
@@ -56,7 +55,7 @@ def read_dump(path: str | os.PathLike[str], *, progress: Progress | None = None)
             ``.safetensors`` without safetensors.
     """
     subject = f"rollout dump {os.fspath(path)}"
-    suffix = _suffix_of(path, subject)
+    suffix = ending_of(path, DUMP_ENDINGS, subject)
     with open_existing(path, subject) as file:
         size = os.fstat(file.fileno()).st_size
         if progress is not None:
@@ -89,7 +88,7 @@ def stream_dump(path: str | os.PathLike[str], *, progress: Progress | None = Non
         DumpError, MissingDependencyError: as ``read_dump``, here or while the rows are taken.
     """
     subject = f"rollout dump {os.fspath(path)}"
-    suffix = _suffix_of(path, subject)
+    suffix = ending_of(path, DUMP_ENDINGS, subject)
     if suffix.startswith(".jsonl"):
         open_existing(path, subject).close()
         return DumpStream(_counted(_stream_lines(path, suffix, subject, progress), subject), None, {})
@@ -144,7 +143,7 @@ def write_dump(dump: RolloutDump, path: str | os.PathLike[str], *, progress: Pro
         MissingDependencyError: as for ``read_dump``.
     """
     subject = f"rollout dump {os.fspath(path)}"
-    suffix = _suffix_of(path, subject)
+    suffix = ending_of(path, DUMP_ENDINGS, subject, writing=True)
     _check_head(dump.rollout_id, dump.metadata, subject)
     _check_rows(dump.samples, subject)
     if suffix.startswith(".jsonl") and dump.metadata:
@@ -219,7 +218,7 @@ def write_rows(
         DumpError, MissingDependencyError: as ``write_dump``.
     """
     subject = f"rollout dump {os.fspath(path)}"
-    suffix = _suffix_of(path, subject)
+    suffix = ending_of(path, DUMP_ENDINGS, subject, writing=True)
     if not suffix.startswith(".jsonl"):
         write_dump(RolloutDump(list(rows), like.rollout_id, like.metadata), path, progress=progress)
         return
@@ -228,20 +227,6 @@ def write_rows(
     with replacing(Path(path), subject) as file, open_writer(file, suffix) as stream:
         for line in _plain_rows(rows, total, subject, progress, suffix):
             stream.write(line)
-
-
-def _suffix_of(path: str | os.PathLike[str], subject: str) -> str:
-    name = Path(path).name.lower()
-    for suffix in _SUFFIXES:
-        if name.endswith(suffix):
-            return suffix
-    raise DumpError(
-        subject,
-        got=f"the file name {Path(path).name!r}",
-        expected=f"a name that ends in {', '.join(_SUFFIXES)}",
-        reason="the suffix says how the file is written",
-        remedy="rename the file, or convert it to JSON lines with one row per line",
-    )
 
 
 def _dump_from_object(loaded: Any, subject: str) -> RolloutDump:

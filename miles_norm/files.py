@@ -1,16 +1,40 @@
-"""Open files that exist, and write files that appear whole or not at all."""
+"""Tell formats by their ending, open files that exist, and write files that appear whole or not at all."""
 
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from miles_norm.errors import DumpError
 
-__all__ = ["open_existing", "replacing"]
+__all__ = ["DUMP_ENDINGS", "TRAIN_ENDINGS", "ending_of", "open_existing", "replacing"]
+
+TRAIN_ENDINGS = (".safetensors", ".parquet")
+DUMP_ENDINGS = (".pt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".safetensors")
+
+
+def ending_of(path: str | os.PathLike[str], endings: Sequence[str], subject: str, *, writing: bool = False) -> str:
+    """The one of ``endings`` that the name of a file has, in any case.
+
+    Raises:
+        DumpError: it has none; what to do about it depends on whether the file is to be written.
+    """
+    name = Path(path).name
+    for ending in endings:
+        if name.lower().endswith(ending):
+            return ending
+    raise DumpError(
+        subject,
+        got=f"the file name {name!r}",
+        expected=f"a name that ends in {', '.join(endings[:-1])} or {endings[-1]}",
+        reason="the ending says how the file is written",
+        remedy="name the output with one of these endings"
+        if writing
+        else "give the file the ending of what it holds, or convert it to one of these formats",
+    )
 
 
 def open_existing(path: str | os.PathLike[str], subject: str) -> BinaryIO:

@@ -14,6 +14,7 @@ __all__ = ["iter_rows", "open_writer"]
 
 # Small, because one chunk of a zstd stream can unfold into very many bytes.
 _CHUNK = 1 << 14
+_WHOLE_DUMP = "a whole dump in one line, not one row"
 _JSON_NAMES = {list: "array", str: "string", bool: "boolean", type(None): "null"}
 
 
@@ -62,7 +63,7 @@ def iter_rows(
             got=f"{format_rows(bad[:1], 'line')}: {problem}{also}",
             expected="one JSON object per line, from field names to values, in UTF-8",
             reason="each line is one row",
-            remedy="write one row per line, or save the whole dump as .pt",
+            remedy="write one row per line" + (", or save the whole dump as .pt" if _WHOLE_DUMP in problem else ""),
         )
 
 
@@ -81,7 +82,7 @@ def _parse_row(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {_JSON_NAMES.get(type(row), 'number')}, not an object")
     if "samples" in row and row.keys() <= {"rollout_id", "metadata", "samples"}:
-        raise ValueError("a whole dump in one line, not one row")
+        raise ValueError(_WHOLE_DUMP)
     return row
 
 
@@ -136,6 +137,6 @@ def _zstandard() -> Any:
             got="no package zstandard",
             expected="the package zstandard",
             reason="Python's standard library has no zstd",
-            remedy="pip install 'miles_norm[zstd]', or use .jsonl or .jsonl.gz",
+            remedy="pip install 'miles-norm[zstd]', or use .jsonl or .jsonl.gz",
         ) from error
     return zstandard

@@ -95,14 +95,22 @@ def _checked(config: NormalizationConfig | None) -> NormalizationConfig:
 def _moved(columns: RolloutColumns, device: str) -> RolloutColumns:
     try:
         return columns.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        raise ConfigError(
-            "device",
-            got=f"{device!r}: {str(error).splitlines()[0]}",
-            expected="a device that this torch can use, such as 'cpu' or 'cuda:0'",
-            reason="the columns are moved there before anything is computed",
-            remedy="leave device unset to compute where the columns are",
-        ) from None
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch built without CUDA asserts
+        raise device_error(device, error) from None
+
+
+def device_error(device: str, error: Exception) -> ConfigError:
+    """What torch says of a device that it cannot use, in one sentence."""
+    said = str(error).partition("\n")[0]
+    # torch lists every type of device that it was ever ported to, and every backend of an operation.
+    got = "no such type of device" if said.startswith("Expected one of") else said.partition(". ")[0].rstrip(".")
+    return ConfigError(
+        f"device {device!r}",
+        got=got,
+        expected="a device that torch can use on this machine, such as cpu or cuda:0",
+        reason="the columns are moved there before anything is computed",
+        remedy="name another device, or leave device unset to compute where the columns are",
+    )
 
 
 def _group_warnings(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> list[str]:

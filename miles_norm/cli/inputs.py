@@ -85,14 +85,10 @@ def _check_device(device: str) -> None:
 
     try:
         torch.zeros(1, device=device).tolist()
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"device {device!r}",
-            got=str(error).splitlines()[0],
-            expected="a device of this machine, such as cpu or cuda:0",
-            reason="the statistics are computed there",
-            remedy="name another device, or leave the setting out",
-        ) from None
+    except (RuntimeError, AssertionError, ImportError) as error:
+        from miles_norm.normalize import device_error
+
+        raise device_error(device, error) from None
 
 
 def load(path: Path, config: NormalizationConfig, sizes: str | None) -> Batch:

@@ -124,7 +124,7 @@ def pyarrow_package() -> tuple[Any, Any]:
             got="no package pyarrow",
             expected="the package pyarrow",
             reason="it reads and writes this format",
-            remedy="pip install 'miles_norm[parquet]', or use another format",
+            remedy="pip install 'miles-norm[parquet]', or use another format",
         ) from error
 
 

@@ -112,6 +112,6 @@ def _safetensors() -> Any:
             got="no package safetensors",
             expected="the package safetensors",
             reason="it reads and writes this format",
-            remedy="pip install 'miles_norm[safetensors]', or use another format",
+            remedy="pip install 'miles-norm[safetensors]', or use another format",
         ) from error
     return safetensors

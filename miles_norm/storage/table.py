@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -23,7 +21,6 @@ __all__ = [
     "StoredColumn",
     "StoredTable",
     "field_names",
-    "file_suffix",
     "read_layout",
     "reading",
     "refuse",
@@ -214,21 +211,3 @@ def refuse_value(subject: str, got: str, rows: Sequence[int]) -> NoReturn:
         remedy="convert these values to plain ones, or leave the column out",
         rows=rows,
     )
-
-
-def file_suffix(path: str | os.PathLike[str], subject: str) -> str:
-    """``.safetensors`` or ``.parquet``.
-
-    Raises:
-        DumpError: another suffix.
-    """
-    suffix = Path(path).suffix.lower()
-    if suffix not in (".safetensors", ".parquet"):
-        raise DumpError(
-            subject,
-            got=f"the file name {Path(path).name!r}",
-            expected="a name that ends in .safetensors or .parquet",
-            reason="the suffix says how the file is written",
-            remedy="rename the file",
-        )
-    return suffix

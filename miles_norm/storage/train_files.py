@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from miles_norm.errors import DumpError
-from miles_norm.files import open_existing, replacing
+from miles_norm.files import TRAIN_ENDINGS, ending_of, open_existing, replacing
 from miles_norm.plain_values import NotPlainError, plain_mapping
 from miles_norm.ragged import Ragged
 from miles_norm.storage import typed_json
@@ -18,7 +18,7 @@ from miles_norm.storage.cells import NotPlainRowsError, decode_cells, encode_cel
 from miles_norm.storage.dtypes import COLUMN_DTYPES
 from miles_norm.storage.parquet_file import load_parquet, load_row_groups, pyarrow_package, save_parquet
 from miles_norm.storage.safetensors_file import load_safetensors, save_safetensors
-from miles_norm.storage.table import StoredColumn, StoredTable, file_suffix, reading, refuse_value
+from miles_norm.storage.table import StoredColumn, StoredTable, reading, refuse_value
 from miles_norm.train_data import Column, TrainData
 
 __all__ = ["iter_train_data", "read_train_data", "write_train_data"]
@@ -50,7 +50,7 @@ def write_train_data(data: TrainData, path: str | os.PathLike[str], *, progress:
         MissingDependencyError: without the package safetensors or pyarrow.
     """
     subject = f"train data {os.fspath(path)}"
-    suffix = file_suffix(path, subject)
+    suffix = ending_of(path, TRAIN_ENDINGS, subject, writing=True)
     if suffix == ".parquet":
         pyarrow_package()
     table = _to_table(data, subject, pool=suffix == ".safetensors")
@@ -79,7 +79,7 @@ def read_train_data(path: str | os.PathLike[str], *, columns: Collection[str] | 
         MissingDependencyError: without the package safetensors or pyarrow.
     """
     subject = f"train data {os.fspath(path)}"
-    suffix = file_suffix(path, subject)
+    suffix = ending_of(path, TRAIN_ENDINGS, subject)
     names = None if columns is None else {*columns, *_REQUIRED}
     open_existing(path, subject).close()
     with reading(subject):
@@ -105,7 +105,7 @@ def iter_train_data(path: str | os.PathLike[str], *, columns: Collection[str] | 
     Each part has the whole ``step``. Arguments and errors are those of ``read_train_data``.
     """
     subject = f"train data {os.fspath(path)}"
-    if file_suffix(path, subject) == ".safetensors":
+    if ending_of(path, TRAIN_ENDINGS, subject) == ".safetensors":
         data = read_train_data(path, columns=columns)
         yield from (data.select(slice(n, n + _PART_ROWS)) for n in range(0, data.num_rows, _PART_ROWS))
         return

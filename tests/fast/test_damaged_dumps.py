@@ -116,9 +116,9 @@ def test_zstd_stream_that_was_cut(tmp_path):
 def test_zstd_without_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "x.jsonl.zst").write_bytes(b"x")
-    with pytest.raises(MissingDependencyError, match=r"miles_norm\[zstd\]"):
+    with pytest.raises(MissingDependencyError, match=r"miles-norm\[zstd\]"):
         read_dump(tmp_path / "x.jsonl.zst")
-    with pytest.raises(MissingDependencyError, match=r"miles_norm\[zstd\]"):
+    with pytest.raises(MissingDependencyError, match=r"miles-norm\[zstd\]"):
         write_dump(RolloutDump([{}]), tmp_path / "y.jsonl.zst")
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl.zst"]
 

@@ -325,7 +325,7 @@ def test_nearly_equal_rewards_are_a_warning() -> None:
 
 def test_device() -> None:
     assert normalize_rewards(ROWS, NormalizationConfig(device="cpu", missing_reward="zero")).advantages.is_cpu
-    with pytest.raises(ConfigError, match="nowhere"):
+    with pytest.raises(ConfigError, match=r"device 'nowhere'\n +got: +no such type of device\n"):
         normalize_rewards(ROWS, NormalizationConfig(device="nowhere", missing_reward="zero"))
 
 

@@ -238,6 +238,8 @@ def test_files_of_another_kind(suffix, tmp_path):
     for function in (read_train_data, lambda path: write_train_data(small(), path), lambda p: list(iter_train_data(p))):
         with pytest.raises(DumpError, match=r"ends in \.safetensors or \.parquet"):
             function(tmp_path / "x.pt")
+    with pytest.raises(DumpError, match=r"remedy: +name the output with one of these endings"):
+        write_train_data(small(), tmp_path / "x.pt")
 
 
 def test_files_from_elsewhere(tmp_path):
@@ -267,7 +269,7 @@ def test_without_the_package(suffix, package, extra, tmp_path, monkeypatch):
         lambda: write_train_data(small(), tmp_path / f"y{suffix}"),
         lambda: write_dump(RolloutDump([{}]), tmp_path / f"y{suffix}"),
     ):
-        with pytest.raises(MissingDependencyError, match=rf"miles_norm\[{extra}\]"):
+        with pytest.raises(MissingDependencyError, match=rf"miles-norm\[{extra}\]"):
             call()
     assert list(tmp_path.iterdir()) == [path]
 
