@@ -23,15 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             from miles_norm.cli.commands import app
+            from miles_norm.cli.usage import run
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package not in ("typer", "rich", "click"):
                 raise
             sys.stderr.write(f"miles-norm needs the package {package}: pip install 'miles-norm[cli]'\n")
             return 2
-        app(args=None if argv is None else list(argv), prog_name="miles-norm")
+        return run(app, argv)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    return 0

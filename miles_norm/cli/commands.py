@@ -12,11 +12,14 @@ import miles_norm
 from miles_norm.cli.inputs import ADDED_KEYS, load, read_config
 from miles_norm.cli.output import check_output, write_output
 from miles_norm.cli.terminal import console_for, exit_codes, show_lines, show_warnings
+from miles_norm.cli.usage import FLAG, Command, Group
 from miles_norm.errors import ConfigError
+from miles_norm.files import DUMP_ENDINGS, TRAIN_ENDINGS
 
 __all__ = ["app"]
 
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -28,13 +31,23 @@ app = typer.Typer(
 Dump = Annotated[
     Path,
     typer.Argument(
-        metavar="DUMP", help="Rollout dump: Miles or slime .pt, .jsonl (.gz, .zst), .parquet, .safetensors."
+        metavar="DUMP",
+        help="Rollout dump: Miles or slime .pt, .jsonl (.gz, .zst), .parquet, .safetensors. A row needs reward, "
+        "group_index, rollout_id or index, and loss_mask or response_length: see docs/semantics.md.",
     ),
 ]
-Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="YAML file with settings, as miles-norm config prints them."),
+]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting, over those of --config; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="One setting, over those of --config, such as std_ddof=0 or options.whitening=rollout; may be repeated. "
+        "miles-norm config prints all of them.",
+    ),
 ]
 Sizes = Annotated[
     str | None,
@@ -44,7 +57,7 @@ Sizes = Annotated[
         "which 'none' ignores.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Json = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print one JSON object instead of text.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -56,13 +69,18 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar=FLAG, is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Turn the rewards of a rollout dump into advantages that count each rollout once, and explain every number."""
 
 
-@app.command(epilog="Example: miles-norm normalize rollout_0.pt --config configs/grpo.yaml -o advantages.jsonl")
+@app.command(
+    cls=Command, epilog="Example: miles-norm normalize rollout_0.pt --config configs/grpo.yaml -o advantages.jsonl"
+)
 @exit_codes()
 def normalize(  # the command line is what the options are
     dump: Dump,
@@ -79,13 +97,17 @@ def normalize(  # the command line is what the options are
             ".safetensors.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --output replace a file, and keys of its rows.")] = False,
-    show_all: Annotated[bool, typer.Option("--all", help="Show every prompt group, not the 40 most notable.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", metavar=FLAG, help="Let --output replace a file, and keys of its rows.")
+    ] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", metavar=FLAG, help="Show every prompt group, not the 40 most notable.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compute the advantage of every rollout and show a table of the prompt groups."""
     if output is not None:
-        check_output(output, dump, force=force)
+        check_output(output, dump, DUMP_ENDINGS, force=force)
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
 
     from miles_norm.cli.report import print_report, report_json, strict_json
@@ -108,7 +130,7 @@ def normalize(  # the command line is what the options are
         show_lines(messages, written, head="wrote ", style="green")
 
 
-@app.command(epilog="Example: miles-norm explain rollout_0.pt --row 12")
+@app.command(cls=Command, epilog="Example: miles-norm explain rollout_0.pt --row 12")
 @exit_codes()
 def explain(
     dump: Dump,
@@ -140,7 +162,9 @@ def explain(
     show_warnings(console_for(stderr=True), batch.warnings)
 
 
-@app.command(epilog="Example: miles-norm convert rollout_0.jsonl train_0.safetensors --config configs/grpo.yaml")
+@app.command(
+    cls=Command, epilog="Example: miles-norm convert rollout_0.jsonl train_0.safetensors --config configs/grpo.yaml"
+)
 @exit_codes()
 def convert(
     dump: Dump,
@@ -148,10 +172,10 @@ def convert(
     config: Config = None,
     settings: Settings = None,
     prompt_group_sizes: Sizes = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", metavar=FLAG, help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Write what a trainer eats: tokens, masks, log-probs, ids, advantages and loss weights in columns."""
-    check_output(out, dump, force=force)
+    check_output(out, dump, TRAIN_ENDINGS, force=force)
 
     from miles_norm.cli.conversion import convert_dump
 
@@ -161,7 +185,7 @@ def convert(
     show_lines(messages, f"{out}: {data.num_rows} rows, {data.num_tokens} tokens", head="wrote ", style="green")
 
 
-@app.command(epilog="Example: miles-norm plan rollout_0.pt --rollouts-per-update 8 --leftover carry")
+@app.command(cls=Command, epilog="Example: miles-norm plan rollout_0.pt --rollouts-per-update 8 --leftover carry")
 @exit_codes()
 def plan(
     dump: Dump,
@@ -220,8 +244,11 @@ def _check_selectors(row: int | None, rollout: str | None, group: str | None) ->
         )
 
 
-@app.command(epilog="Example: miles-norm config --set advantage_estimator=rloo > rloo.yaml")
+@app.command(cls=Command, epilog="Example: miles-norm config --set advantage_estimator=rloo > rloo.yaml")
 @exit_codes()
 def config(config: Config = None, settings: Settings = None) -> None:
-    """Print every setting with its meaning and value, as YAML that --config reads."""
+    """Print every setting with its meaning, choices and value, as YAML that --config reads.
+
+    Without options these are the defaults; with them, what normalize would use. Keep the lines that you change.
+    """
     sys.stdout.write(read_config(config, settings or ()).to_yaml(comments=True))

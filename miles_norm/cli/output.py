@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_norm.cli.inputs import ADDED_KEYS, kept_warnings
 from miles_norm.cli.waiting import bar
 from miles_norm.errors import DumpError, format_rows
+from miles_norm.files import ending_of
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
@@ -16,12 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["check_output", "write_output"]
 
 
-def check_output(path: Path, dump: Path, *, force: bool) -> None:
-    """Refuse, before any work, to write over a file.
+def check_output(path: Path, dump: Path, endings: Sequence[str], *, force: bool) -> None:
+    """Refuse, before any work, what could not be written at its end.
 
     Raises:
-        DumpError: ``path`` exists, and ``force`` is not set.
+        DumpError: ``path`` has none of the endings, its folder does not exist, or it exists and ``force`` is not set.
     """
+    ending_of(path, endings, f"output {path}", writing=True)
+    if not path.parent.is_dir():
+        raise DumpError(
+            f"output {path}",
+            got=f"no folder {path.parent}",
+            expected="a file name in a folder that exists",
+            reason="folders are not made, so that a mistyped path does not go unnoticed",
+            remedy="make the folder, or write elsewhere",
+        )
     if force or not path.exists():
         return
     same = dump.exists() and path.samefile(dump)

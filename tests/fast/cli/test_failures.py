@@ -22,6 +22,8 @@ from miles_norm.cli import commands, main, waiting
         (None, "No such file or directory"),
         ("", "an empty file"),
         ("[1]\n", "a JSON array, not an object"),
+        ("[1]\n", "  remedy:   write one row per line\n"),
+        ('{"samples": [{"reward": 1}]}\n', "  remedy:   write one row per line, or save the whole dump as .pt\n"),
         ('{"reward": "0.5", "response_length": 1}\n', "the str '0.5'"),
         ('{"reward": 1.0}\n', "neither loss_mask nor response_length"),
     ],
@@ -37,20 +39,53 @@ def test_dumps_that_cannot_be_used(run: Callable[..., Run], tmp_path: Path, cont
 
 
 @pytest.mark.parametrize(
-    "arguments", [("normalize",), ("nothing",), ("explain", EXAMPLE, "--row", "x"), ("config", "--nothing")], ids=str
+    ("arguments", "command", "got"),
+    [
+        (("normalize",), "miles-norm normalize", "missing argument 'DUMP'"),
+        (("nothing",), "miles-norm", "no such command 'nothing'"),
+        (("explain", EXAMPLE, "--row", "x"), "miles-norm explain", "'x' for --row, which is not a whole number"),
+        (("explain", EXAMPLE, "--row", "1.5"), "miles-norm explain", "'1.5' for --row, which is not a whole number"),
+        (("config", "--nothing"), "miles-norm config", "no such option: --nothing"),
+        (("config", "more"), "miles-norm config", "unexpected extra argument"),
+        (("normalize", EXAMPLE, "--set"), "miles-norm", "option '--set' requires an argument"),
+    ],
+    ids=str,
 )
-def test_usage_errors_exit_with_2(run: Callable[..., Run], arguments: tuple[object, ...]) -> None:
+def test_usage_errors_look_like_the_others(
+    run: Callable[..., Run], arguments: tuple[object, ...], command: str, got: str
+) -> None:
     refused = run(*arguments)
     assert (refused.code, refused.out) == (2, "")
-    assert "Usage:" in refused.err
+    lines = refused.err.splitlines()
+    assert lines[0] == command
+    assert lines[1].startswith(f"  got:      {got}")
+    assert lines[-1] == f"  remedy:   {command} --help lists what there is"
+    assert all(line.startswith("  expected: miles-norm ") for line in lines[2:-1])
+    assert not set("╭│╰") & set(refused.err)
+    assert "Input should" not in refused.err
+
+
+def test_without_arguments_the_help_is_shown(run: Callable[..., Run]) -> None:
+    shown = run()
+    assert (shown.code, shown.err) == (2, "")
+    assert "Usage: miles-norm" in shown.out
 
 
 def test_version_and_help(run: Callable[..., Run]) -> None:
     assert run("--version").out == f"miles-norm {miles_norm.__version__}\n"
-    for command in ((), ("normalize",), ("explain",), ("config",)):
+    for command in ((), ("normalize",), ("explain",), ("convert",), ("plan",), ("config",)):
         shown = run(*command, "--help")
         assert shown.code == 0
         assert "Example:" in shown.out
+        # A flag has no value, so that no type stands beside it.
+        assert "bool" not in shown.out.lower()
+        words = " ".join(word for word in shown.out.split() if word not in ("│", "╭", "╰"))
+        if command not in ((), ("config",)):
+            assert "A row needs reward, group_index, rollout_id or index, and loss_mask or response_length" in words
+            assert "docs/semantics.md" in words
+        if command:
+            assert "options.whitening=rollout" in words
+            assert "miles-norm config prints all of them" in words
 
 
 @pytest.mark.parametrize(

@@ -114,14 +114,32 @@ def test_output_replaces_nothing_without_force(
     assert run("normalize", taken, "-o", tmp_path / "again.jsonl", "--force").code == 0
 
 
+NAME = "name the output with one of these endings"
+
+
 @pytest.mark.parametrize(
-    ("out", "text"),
-    [("out.csv", "a name that ends in .pt, .jsonl"), ("no/such/out.jsonl", "No such file or directory")],
+    ("command", "out", "texts"),
+    [
+        ("normalize", "out.csv", ["a name that ends in .pt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .saf", NAME]),
+        ("normalize", "out.json", ["the file name 'out.json'", NAME]),
+        ("normalize", "no/such/out.jsonl", ["no folder ", "no/such", "make the folder"]),
+        ("convert", "out.jsonl", ["a name that ends in .safetensors or .parquet", NAME]),
+        ("convert", "no/such/out.parquet", ["no folder ", "make the folder"]),
+    ],
 )
-def test_output_that_cannot_be_written(run: Callable[..., Run], tmp_path: Path, out: str, text: str) -> None:
-    refused = run("normalize", EXAMPLE, "-o", tmp_path / out)
+def test_output_that_cannot_be_written(
+    run: Callable[..., Run], tmp_path: Path, command: str, out: str, texts: list[str]
+) -> None:
+    # Refused before anything is read: the dump does not exist either.
+    missing = tmp_path / "missing.jsonl"
+    refused = run(command, missing, *(["-o"] if command == "normalize" else []), tmp_path / out)
     assert (refused.code, refused.out) == (2, "")
-    assert text in refused.err
+    assert refused.err.startswith(f"output {tmp_path / out}\n")
+    assert [text for text in texts if text not in refused.err] == []
+
+
+def test_a_dump_of_another_kind_is_no_output(run: Callable[..., Run]) -> None:
+    assert "  remedy:   give the file the ending of what it holds, or conv" in run("normalize", "rows.json").err
 
 
 def test_nothing_is_written_where_the_report_fails(
