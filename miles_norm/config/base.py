@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Final, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,6 +31,9 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    _reference: ClassVar[str] = ""
+    """Where all fields are described; unset: errors name them."""
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -115,13 +118,14 @@ def refuse_contradictions(model: str, checks: list[tuple[bool, str, str, str]]) 
             raise ConfigError(model, got=got, expected="settings that agree", reason=reason, remedy=remedy)
 
 
-def _config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
+def _config_error(model: type[Config], error: ValidationError) -> ConfigError:
     problems = error.errors(include_url=False)
     for problem in problems:
         inner = problem.get("ctx", {}).get("error")
         if isinstance(inner, ConfigError):
             return inner
     known = list(_paths(model))
+    reference = model._reference or f"fields: {', '.join(model.model_fields)}"
     got, expected = [], []
     for problem in problems:
         name, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
@@ -138,7 +142,7 @@ def _config_error(model: type[BaseModel], error: ValidationError) -> ConfigError
         got=", ".join(got),
         expected="; ".join(expected),
         reason="a setting that is not understood would change the training signal in silence",
-        remedy="correct or remove what is named above; `miles-norm config` prints every field with its values",
+        remedy=f"correct or remove what is named above; {reference}",
     )
 
 
@@ -205,11 +209,18 @@ def parse_yaml(text: str, name: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"YAML in {name}",
-            got=" ".join(str(error).split()) or type(error).__name__,
+            got=_yaml_problem(error),
             expected="valid YAML",
             reason="settings are not guessed from broken text",
             remedy="correct the YAML at that place; quote texts that hold a colon, a bracket or a #",
         ) from None
+
+
+def _yaml_problem(error: Exception) -> str:
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem and mark:
+        return f"{problem} at line {mark.line + 1}, column {mark.column + 1}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _yaml() -> Any:

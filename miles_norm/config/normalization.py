@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -28,9 +28,13 @@ PASS_THROUGH_ESTIMATORS: Final = frozenset({"ppo", "reinforce_plus_plus"})
 
 RolloutRewardPolicy = Literal["mainstream", "shared", "first", "last", "max", "mean", "sum"]
 
+_PRINTED = "`miles-norm config` prints every field with its values"
+
 
 class EstimatorOptions(Config):
     """Settings that one estimator alone reads, and the batch stage that may follow any of them."""
+
+    _reference: ClassVar[str] = _PRINTED
 
     pass_at_k: Literal["topk_gap", "analytic"] = "topk_gap"
     """`pass_at_k`: the best rollout gets its lead over the second, or the average over all draws of k."""
@@ -105,6 +109,8 @@ class NormalizationConfig(Config):
       reason:   a setting that is not understood would change the training signal in silence
       remedy:   correct or remove what is named above; `miles-norm config` prints every field with its values
     """
+
+    _reference: ClassVar[str] = _PRINTED
 
     advantage_estimator: AdvantageEstimator = "grpo"
     """Which formula turns the rewards of a prompt group into advantages; `ppo` and

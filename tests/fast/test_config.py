@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from miles_norm import NormalizationConfig, read_dump
+from miles_norm import NormalizationConfig, UpdateConfig, read_dump
 from miles_norm.advantages import ESTIMATORS as REGISTRY
 from miles_norm.config import PASS_THROUGH_ESTIMATORS, AdvantageEstimator, EstimatorOptions, parse_yaml
 from miles_norm.errors import ConfigError, MissingDependencyError
@@ -144,6 +144,32 @@ def test_a_flag_that_an_estimator_does_not_read_is_no_contradiction() -> None:
 def test_every_problem_is_named() -> None:
     with pytest.raises(ConfigError, match=r"got: +std_epsilon=-1, min_group_size=0\n +expected: std_epsilon: .*; min_"):
         NormalizationConfig(std_epsilon=-1, min_group_size=0)
+
+
+def test_the_remedy_says_where_the_fields_are() -> None:
+    with pytest.raises(
+        ConfigError, match=r"remedy: +correct or remove what is named above; `miles-norm config` prints"
+    ):
+        NormalizationConfig(singelton="raw")
+    with pytest.raises(
+        ConfigError, match=r"remedy: +correct or remove what is named above; fields: unit, rollouts_per"
+    ):
+        UpdateConfig(left_over="drop")
+
+
+def test_nested_settings_are_named_from_the_outermost_model() -> None:
+    with pytest.raises(ConfigError, match=r"NormalizationConfig\n +got: .*options.k=0") as raised:
+        NormalizationConfig(std_ddof=2, options={"k": 0})  # type: ignore[arg-type]
+    assert "std_ddof=2" in raised.value.got
+    assert "options.k: input should be greater than or equal to 1" in raised.value.expected
+    with pytest.raises(ConfigError, match=r"EstimatorOptions\n +got: +k=0\n"):
+        EstimatorOptions(k=0)
+
+
+def test_every_field_with_choices_lists_them() -> None:
+    text = UpdateConfig().to_yaml(comments=True)
+    assert "# One of: smaller_update, drop, carry.\nleftover: smaller_update\n" in text
+    assert text.count("# One of: ") == 3
 
 
 def test_frozen() -> None:

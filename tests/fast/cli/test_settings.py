@@ -120,7 +120,10 @@ def test_config_lists_the_values_of_every_choice(run: Callable[..., Run]) -> Non
         (("--set", "options.gdpo_components=right"), ["options.gdpo_components: input should be a list, such as [a"]),
         (("--set", "options.gdpo_weights=[1, a]"), ["options.gdpo_weights.1='a'", "should be a valid number"]),
         (("--set", "options.pass_at_k=analytic"), ["EstimatorOptions\n", "pass_at_k='analytic' with k=None"]),
-        (("--set", "min_group_size=[1"), ["YAML in --set min_group_size"]),
+        (
+            ("--set", "min_group_size=[1"),
+            ["YAML in --set min_group_size\n", " but got '<stream end>' at line 1, column 3\n"],
+        ),
         (("--set", "min_group_size=two"), ["min_group_size='two'", "valid integer"]),
         (("--set", "singleton=raw", "--set", "min_group_size=2"), ["groups of one are excluded"]),
         (("--set", "device=nowhere"), ["device 'nowhere'\n  got:      no such type of device\n", "cpu or cuda:0"]),
