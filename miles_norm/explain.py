@@ -175,9 +175,19 @@ def _arithmetic(result: NormalizedRewards, row: int, rollout: int, group: int) -
         epsilon=f"{config.std_epsilon:g}",
         n=n,
         maximum=_number(float(statistics.maximum[group])),
-        baseline=_number(float(result.rollout_rewards[rollout]) - float(result.rollout_advantages[rollout])),
+        baseline=_number(float(result.rollout_rewards[rollout]) - _before_whitening(result, rollout)),
     )
     return f"{config.advantage_estimator}: {_whitened(filled, result)} = {advantage}"
+
+
+def _before_whitening(result: NormalizedRewards, rollout: int) -> float:
+    """The advantage of the group stage."""
+    advantage = float(result.rollout_advantages[rollout])
+    if result.whitening is None:
+        return advantage
+    mean, std = result.whitening
+    shift = mean if result.config.options.whitening_shift else 0.0
+    return advantage * (std + result.config.std_epsilon) + shift
 
 
 def _whitened(formula: str, result: NormalizedRewards) -> str:

@@ -203,3 +203,14 @@ def test_long_lists_are_cut() -> None:
 def test_no_such_row(row: Any) -> None:
     with pytest.raises(IndexError, match=r"expected: a row number from 0 to 1"):
         normalize_rewards(PAIR).explain(row)
+
+
+@pytest.mark.parametrize("options", [{}, {"whitening": "rollout"}, {"whitening": "token", "whitening_shift": True}])
+def test_the_baseline_of_opo_is_that_of_the_group(options: dict[str, Any]) -> None:
+    """Rewards 1 and 0 of 30 and 10 tokens: baseline 30/40. Group 1 gives the batch another mean."""
+    lengths = ((0, 1.0, 30), (0, 0.0, 10), (1, 4.0, 5), (1, 0.0, 5))
+    rows = [
+        new_row(group_index=group, index=k, reward=reward, response_length=length)
+        for k, (group, reward, length) in enumerate(lengths)
+    ]
+    assert "1 - 0.75" in explained(rows, 0, advantage_estimator="opo", options=options)
