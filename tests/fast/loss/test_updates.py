@@ -158,6 +158,15 @@ def test_drop_first_gives_the_advantages_of_the_rows_that_are_left() -> None:
     assert first.result.advantages.tolist() == batch().advantages.tolist()
 
 
+def test_drop_first_leaves_padding_out() -> None:
+    # Row 5, the only one of rollout 3 with reward 3, is padding: without it group 1 is all 0.
+    padding = [row == 5 for row in range(8)]
+    made = plan(batch(padding=padding), unit="rows", rows_per_update=6, order="drop_first")
+    assert made.row_update[5] == -1
+    assert made.result.trainable_tokens[5] == 0
+    assert made.result.advantages[4:].tolist() == [0.0] * 4
+
+
 def test_drop_first_keeps_the_groups_that_sizes_made() -> None:
     columns = RolloutColumns(group=None, rollout=ROLLOUTS, reward=REWARDS, trainable_tokens=[10] * 8)
     result = normalize_columns(columns, NormalizationConfig(), [4, 4])
