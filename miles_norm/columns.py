@@ -36,6 +36,8 @@ class RolloutColumns:
         components: Reward components by name, each a float column ``[N]``; NaN where a row lacks it. ``reward`` is
             their weighted sum.
 
+    Columns that fit are referred to, not copied: do not write into them while a result made from them is in use.
+
     All columns must be on one device; the device of ``reward`` decides where it is not a list.
 
     Raises:
@@ -122,7 +124,7 @@ def _reward_column(values: Any) -> Tensor:
     else:
         try:
             reward = torch.from_numpy(_real_numbers(values))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise RewardError(
                 "reward column",
                 got=str(error),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.columns import RolloutColumns
+from miles_norm.components import group_components
 from miles_norm.config import NormalizationConfig
 from miles_norm.grouping import RolloutIndex
 from miles_norm.rewards import RolloutRewards, any_row
@@ -88,36 +89,11 @@ def group_rewards(
     grouped.members = chosen
     values = rewards.values if chosen is None else rewards.values[chosen]
     grouped.statistics = segment_statistics(values, count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance)
-    grouped.components = _components(columns, rewards, grouped, config)
+    grouped.components = group_components(columns, rewards, index, grouped.members, config)
     grouped.without_signal = _without_signal(grouped, config)
     if config.zero_variance_groups == "drop_from_loss":
         grouped.exclude(grouped.without_signal[index.rollout_group], Exclusion.ZERO_VARIANCE)
     return grouped
-
-
-def _components(
-    columns: RolloutColumns, rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig
-) -> dict[str, tuple[Tensor, SegmentStatistics]]:
-    """Each component of the row that speaks, and its statistics over the counted rollouts of a group that have it."""
-    if columns.components is None or rewards.speaker is None or config.advantage_estimator != "gdpo":
-        return {}
-    group, members = grouped.index.rollout_group, grouped.members
-    unscored = ~torch.isfinite(columns.reward)
-    if columns.scored is not None:
-        unscored |= ~columns.scored
-    components = {}
-    for name, column in columns.components.items():
-        if config.missing_reward == "zero":
-            column = column.masked_fill(unscored, 0.0)
-        component = column[rewards.speaker]
-        order = torch.arange(len(component), device=component.device) if members is None else members
-        order = order[~torch.isnan(component[order])]
-        count = torch.bincount(group[order], minlength=grouped.index.num_groups)
-        statistics = segment_statistics(
-            component[order], count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance
-        )
-        components[name] = (component, statistics)
-    return components
 
 
 def _without_signal(grouped: GroupedRewards, config: NormalizationConfig) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -88,7 +90,7 @@ def _with_ids(error: RewardError | GroupingError, index: RolloutIndex) -> Reward
         ids = [index.rollout_ids[number] for number in numbers]
         subject = f"reward of {format_rows(rows)} ({format_rows(ids, 'rollout')})"
     else:
-        rows = []
+        rows = _rows_of_groups(index, numbers)
         subject = format_rows([index.group_ids[number] for number in numbers], "prompt group")
     return type(error)(
         subject, got=error.got, expected=error.expected, reason=error.reason, remedy=error.remedy, rows=rows
@@ -116,4 +118,11 @@ def _singletons(grouped: GroupedRewards, groups: list[int]) -> GroupingError:
         expected="at least two (singleton is 'error')",
         reason="a lone rollout has nothing to be compared with",
         remedy="sample more rollouts per prompt, or set singleton to 'zero' or 'raw'",
+        rows=_rows_of_groups(grouped.index, groups),
     )
+
+
+def _rows_of_groups(index: RolloutIndex, groups: Sequence[int]) -> list[int]:
+    numbers = torch.tensor(list(groups), device=index.row_rollout.device)
+    rows: list[int] = torch.nonzero(torch.isin(index.row_group, numbers))[:, 0].tolist()
+    return rows

@@ -39,7 +39,7 @@ IN_STATISTICS = {Exclusion.COUNTED, Exclusion.ZERO_VARIANCE} | {
 }
 """Rollouts that were dropped after their group was normalized are a part of its statistics."""
 
-_LISTED = 12
+_LISTED, _SIBLINGS = 12, 6
 
 
 def explain_row(result: NormalizedRewards, row: int) -> str:
@@ -77,9 +77,9 @@ def _number(value: float) -> str:
     return "none" if value != value else f"{value:.7g}"
 
 
-def _listed(items: list[str], separator: str = ", ", limit: int = _LISTED) -> str:
-    rest = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + rest
+def _listed(items: list[str]) -> str:
+    rest = f", and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
+    return ", ".join(items[:_LISTED]) + rest
 
 
 def _group(result: NormalizedRewards, group: int) -> str:
@@ -123,12 +123,13 @@ def _speaker(result: NormalizedRewards, rollout: int) -> str:
     if len(rows) == 1:
         return f"{value}: the only row has it"
     described = []
-    for row in rows:
+    for row in rows[:_SIBLINGS]:
         padding = result.columns.padding is not None and bool(result.columns.padding[row])
         own, tokens = float(rewards.row_values[row]), int(rewards.speaking_tokens[row])
         amount = "1 token" if tokens == 1 else f"{tokens} tokens"
         described.append(f"row {row}: {_number(own)}, {amount}{', padding' if padding else ''}")
-    return f"{value}: {why} ({_listed(described, '; ', limit=6)})"
+    rest = f"; and {len(rows) - _SIBLINGS} more" if len(rows) > _SIBLINGS else ""
+    return f"{value}: {why} ({'; '.join(described)}{rest})"
 
 
 def _statistics(result: NormalizedRewards, group: int) -> str:
@@ -136,11 +137,10 @@ def _statistics(result: NormalizedRewards, group: int) -> str:
     n = int(statistics.count[group])
     if n == 0:
         return "none: no rollout of the group counts"
-    inside = [
-        rollout
-        for rollout in index.rollouts_of_group(group)
-        if result.exclusion is None or Exclusion(int(result.exclusion[rollout])) in IN_STATISTICS
-    ]
+    inside = index.rollouts_of_group(group)
+    if result.exclusion is not None:
+        reasons = result.exclusion[inside].tolist()
+        inside = [rollout for rollout, reason in zip(inside, reasons, strict=True) if reason in IN_STATISTICS]
     rewards = _listed([_number(value) for value in sorted(result.rollout_rewards[inside].tolist())])
     ddof = result.config.std_ddof
     return (
@@ -160,7 +160,9 @@ def _arithmetic(result: NormalizedRewards, row: int, rollout: int, group: int) -
         return f"{advantage}: rows keep their own rewards ({why})"
     n = int(statistics.count[group])
     if n == 1:
-        return f"{advantage}: a group of one has no baseline (singleton is {config.singleton!r})"
+        kept = reward if config.singleton == "raw" else "0"
+        rule = f"a group of one has no baseline (singleton is {config.singleton!r})"
+        return f"{kept}: {rule}" + ("" if result.whitening is None else f"; {_whitened(kept, result)} = {advantage}")
     estimator = ESTIMATORS[config.advantage_estimator]
     if bool(statistics.equal[group]) and estimator.zero_where_equal:
         shifted = f"; {_whitened('0', result)} = {advantage}" if result.config.options.whitening_shift else ""

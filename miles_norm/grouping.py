@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import GroupingError, format_rows
-from miles_norm.ids import IdColumn
+from miles_norm.ids import IdColumn, PairedIds, plain_id
 from miles_norm.runs import find_runs, number_runs
 
 __all__ = ["RolloutIndex", "recover_groups"]
@@ -66,14 +66,14 @@ class RolloutIndex:
     @cached_property
     def rollout_ids(self) -> list[Hashable]:
         """The id of each rollout as it was given; None for a row without one, which is a rollout of its own."""
-        return _labels(self.rollout_column, self.first_row, None)
+        return _labels(self.rollout_column, self.first_row)
 
     @cached_property
     def group_ids(self) -> list[Hashable]:
         """The id of each prompt group: as given by the group key, (adapter, id) with adapters, else its position."""
         if self.group_column is None:
             return list(range(self.num_groups))
-        return _labels(self.group_column, self.group_first_row, None)
+        return _labels(self.group_column, self.group_first_row)
 
     def rows_of_rollout(self, rollout: int) -> list[int]:
         """Rows of one rollout, ascending."""
@@ -93,16 +93,8 @@ class RolloutIndex:
         return [part.tolist() for part in rows.split(sizes.tolist())]
 
 
-def _labels(column: IdColumn | None, rows: Tensor, default: Hashable) -> list[Hashable]:
-    if column is None:
-        return [default] * len(rows)
-    codes = column.codes[rows].tolist()
-    missing = [False] * len(codes) if column.missing is None else column.missing[rows].tolist()
-    labels = column.labels
-    return [
-        default if absent else code if labels is None else labels[code]
-        for code, absent in zip(codes, missing, strict=True)
-    ]
+def _labels(column: IdColumn | None, rows: Tensor) -> list[Hashable]:
+    return [None] * len(rows) if column is None else column.labels_at(rows)
 
 
 def recover_groups(
@@ -140,6 +132,8 @@ def recover_groups(
     else:
         codes = _guessed_codes(columns, config.n_samples_per_prompt if source == "fixed_fan_out" else None)
     rollout = columns.rollout
+    if sizes is None and columns.padding is not None and rollout is not None:
+        codes = _padding_to_its_rollout(codes, column, columns)
     runs = find_runs(codes, None if rollout is None else rollout.codes)
     numbered = number_runs(runs, codes, None if sizes is None else len(sizes))
     index = RolloutIndex(
@@ -197,7 +191,10 @@ def _choose_rule(
 
 
 def _check_sizes(given: Sequence[int] | Tensor, rows: int) -> list[int]:
-    sizes = given.tolist() if hasattr(given, "tolist") else [n.item() if hasattr(n, "item") else n for n in given]
+    sizes = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(sizes, Iterable) or isinstance(sizes, str | bytes | Mapping):
+        sizes = [sizes, "no list"]
+    sizes = [plain_id(size) if type(size) is not float else size for size in sizes]
     bad = [i for i, size in enumerate(sizes) if isinstance(size, bool) or not isinstance(size, int) or size < 0]
     if bad or sum(sizes) != rows:
         wrong = ", ".join(f"{sizes[i]!r} at position {i}" for i in bad[:10])
@@ -219,6 +216,26 @@ def _rows_without_group(column: IdColumn, padding: Tensor | None) -> list[int]:
     return rows
 
 
+def _padding_to_its_rollout(codes: Tensor, column: IdColumn | None, columns: RolloutColumns) -> Tensor:
+    """Padding rows whose group was not given join the rollout of their id, where one group alone has it."""
+    padding, rollout = columns.padding, columns.rollout
+    if padding is None or rollout is None or (column is not None and column.missing is None):
+        return codes
+    lost = padding if column is None or column.missing is None else padding & column.missing
+    lost = torch.nonzero(lost)[:, 0]
+    real = torch.nonzero(~padding)[:, 0]
+    if not len(lost) or not len(real):
+        return codes
+    real = real[torch.sort(codes[real], stable=True).indices]
+    real = real[torch.sort(rollout.codes[real], stable=True).indices]
+    ids, wanted = rollout.codes[real], rollout.codes[lost]
+    first = torch.searchsorted(ids, wanted).clamp_(max=len(ids) - 1)
+    last = (torch.searchsorted(ids, wanted, right=True) - 1).clamp_(min=0)
+    groups = codes[real]
+    found = (ids[first] == wanted) & (groups[first] == groups[last])
+    return codes.index_put((lost[found],), groups[first[found]])
+
+
 def _one_code_for_missing(column: IdColumn) -> IdColumn:
     """Rows without an id belong together instead of each to itself."""
     if column.missing is None:
@@ -232,12 +249,7 @@ def _with_adapter(column: IdColumn, adapter: IdColumn | None) -> IdColumn:
     if adapter is None:
         return column
     adapter = _one_code_for_missing(adapter)  # the base model, beside adapters
-    pairs, codes = torch.unique(torch.stack([adapter.codes, column.codes], dim=1), dim=0, return_inverse=True)
-    first = codes.new_full((len(pairs),), len(codes)).scatter_reduce_(
-        0, codes, torch.arange(len(codes), device=codes.device), "amin"
-    )
-    labels = tuple((adapter.label(row), column.label(row)) for row in first.tolist())
-    return IdColumn(codes, labels, column.missing)
+    return PairedIds(adapter, column)
 
 
 def _guessed_codes(columns: RolloutColumns, size: int | None) -> Tensor:
@@ -261,7 +273,7 @@ def _contradictions(
     real = slice(None) if columns.padding is None else torch.unique(index.row_rollout[~columns.padding])
     reused = _ids_in_several_groups(index, index.first_row[real])
     if reused:
-        text = f"an id in several prompt groups counts as different rollouts: {format_rows(reused, 'rollout id', 8)}"
+        text = f"an id in several prompt groups counts as different rollouts: {reused}"
         warnings.append(f"the guessed groups contradict the rollout ids: {text}" if guessed else text)
     n = config.n_samples_per_prompt
     if guessed and n is not None:
@@ -273,7 +285,7 @@ def _contradictions(
                 f"another number of rollouts than n_samples_per_prompt={n}, so rows of one rollout or of several "
                 f"prompts were mixed; set {config.group_key} on every row or pass prompt_group_sizes"
             )
-    if sizes is not None and columns.group is not None and columns.group.missing is None:
+    if sizes is not None and columns.group is not None and not _rows_without_group(columns.group, columns.padding):
         mixed = _groups_with_several_ids(index, _with_adapter(columns.group, columns.adapter).codes, columns.padding)
         if mixed:
             stale = "the sizes may be stale: " if index.group_source == "prompt_group_sizes" else ""
@@ -283,25 +295,31 @@ def _contradictions(
             )
     if index.group_source == "prompt_group_sizes" and columns.nested_sizes not in (None, tuple(sizes or ())):
         warnings.append("the sizes may be stale: the input is nested into other groups, and the sizes win")
-    for row, other in columns.id_collisions:
-        if int(index.row_rollout[row]) == int(index.row_rollout[other]):
-            warnings.append(
-                f"rows {row} and {other} count as one rollout: the rollout_id of row {row} equals the index of row "
-                f"{other}, which has no rollout_id, but row {row} has another index"
-            )
+    pairs = [(row, other) for row, other in columns.id_collisions if index.row_rollout[row] == index.row_rollout[other]]
+    if pairs:
+        taken = sorted({other for _, other in pairs})
+        warnings.append(
+            f"{format_rows([row for row, _ in pairs])} with a rollout_id and {format_rows(taken)} without one count as "
+            "one rollout where that rollout_id equals the other's index, although their own indices differ"
+        )
     return warnings
 
 
-def _ids_in_several_groups(index: RolloutIndex, first_row: Tensor) -> list[Hashable]:
+def _ids_in_several_groups(index: RolloutIndex, first_row: Tensor) -> str:
+    """Ids that name rollouts of several groups, in words; empty if there are none."""
     if index.rollout_column is None or index.num_groups < 2:
-        return []
+        return ""
     codes = index.rollout_column.codes[first_row]
     if bool((codes[1:] > codes[:-1]).all()):
-        return []
+        return ""
     codes, order = torch.sort(codes, stable=True)
     again = torch.nonzero(codes[1:] == codes[:-1])[:, 0] + 1
-    rows = first_row[order[again]].tolist()
-    return list(dict.fromkeys(index.rollout_column.label(row) for row in rows))
+    if not len(again):
+        return ""
+    once = torch.cat([again[:1], again[1:][codes[again[1:]] != codes[again[:-1]]]])
+    shown = index.rollout_column.labels_at(first_row[order[once[:8]]])
+    rest = f" and {len(once) - 8} more" if len(once) > 8 else ""
+    return f"rollout id{'' if len(once) == 1 else 's'} {', '.join(map(str, shown))}{rest}"
 
 
 def _groups_with_several_ids(index: RolloutIndex, codes: Tensor, padding: Tensor | None) -> list[int]:

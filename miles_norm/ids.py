@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 
-__all__ = ["IdColumn", "check_length", "encode_ids", "shared_tensor"]
+__all__ = ["IdColumn", "PairedIds", "check_length", "encode_ids", "shared_tensor"]
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -37,9 +37,47 @@ class IdColumn:
         code = int(self.codes[row])
         return code if self.labels is None else self.labels[code]
 
+    def labels_at(self, rows: Tensor) -> list[Hashable]:
+        """``label`` of several rows."""
+        codes = self.codes[rows].tolist()
+        missing = [False] * len(codes) if self.missing is None else self.missing[rows].tolist()
+        labels = self.labels
+        return [
+            None if absent else code if labels is None else labels[code]
+            for code, absent in zip(codes, missing, strict=True)
+        ]
+
     def to(self, device: torch.device) -> IdColumn:
         """The same ids on another device."""
         return IdColumn(self.codes.to(device), self.labels, None if self.missing is None else self.missing.to(device))
+
+
+class PairedIds(IdColumn):
+    """Ids that are pairs of two columns; the pairs are put together only where a label is asked for."""
+
+    def __init__(self, first: IdColumn, second: IdColumn) -> None:
+        outer = torch.unique(first.codes, return_inverse=True)[1]
+        inner = second.codes
+        low, high = (int(x) for x in torch.aminmax(inner))
+        if (high - low + 1) * len(inner) >= 2**63:
+            inner, low = torch.unique(inner, return_inverse=True)[1], 0
+            high = int(inner.max())
+        super().__init__(outer * (high - low + 1) + (inner - low), None, second.missing)
+        object.__setattr__(self, "first", first)
+        object.__setattr__(self, "second", second)
+
+    first: IdColumn
+    second: IdColumn
+
+    def label(self, row: int) -> Hashable:
+        """The pair of ids of a row."""
+        return None if self.missing is not None and bool(self.missing[row]) else self.labels_at(torch.tensor([row]))[0]
+
+    def labels_at(self, rows: Tensor) -> list[Hashable]:
+        """``label`` of several rows."""
+        missing = [False] * len(rows) if self.missing is None else self.missing[rows].tolist()
+        pairs = zip(self.first.labels_at(rows), self.second.labels_at(rows), missing, strict=True)
+        return [None if absent else (first, second) for first, second, absent in pairs]
 
 
 def encode_ids(values: Any, name: str, rows: int, device: torch.device | None = None) -> IdColumn:
@@ -79,15 +117,24 @@ def encode_ids(values: Any, name: str, rows: int, device: torch.device | None = 
     return IdColumn(tensor, labels, torch.tensor(missing, device=device) if any(missing) else None)
 
 
+def plain_id(value: Any) -> Any:
+    """An id as it is compared: a number out of a tensor or table is that number, ``3.0`` is 3, NaN is None.
+
+    >>> plain_id(np.float64(3)), plain_id(torch.tensor(4)), plain_id(math.nan), plain_id("a")
+    (3, 4, None, 'a')
+    """
+    if isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1):
+        value = value.item()
+    if isinstance(value, float):
+        return None if math.isnan(value) else int(value) if value.is_integer() else value
+    return value
+
+
 def _plain_ids(values: Sequence[Any], name: str) -> list[Hashable | None]:
     ids: list[Hashable | None] = []
     bad: list[int] = []
     for row, given in enumerate(values):
-        value = given
-        if isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1):
-            value = value.item()
-        if isinstance(value, float):
-            value = None if math.isnan(value) else int(value) if value.is_integer() else value
+        value = plain_id(given)
         if isinstance(value, bool) or not _hashable(value):
             bad.append(row)
         ids.append(value)

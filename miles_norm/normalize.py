@@ -116,9 +116,11 @@ def device_error(device: str, error: Exception) -> ConfigError:
 def _group_warnings(rewards: RolloutRewards, grouped: GroupedRewards, config: NormalizationConfig) -> list[str]:
     statistics, index = grouped.statistics, grouped.index
     warnings = []
-    nearly = (statistics.range <= statistics.largest * NEARLY_EQUAL) & ~statistics.equal
-    if bool(nearly.any()):
-        ids = [index.group_ids[group] for group in torch.nonzero(nearly)[:, 0].tolist()]
+    tested = [each for _, each in grouped.components.values()] or [statistics]
+    nearly = [(each.range <= each.largest * NEARLY_EQUAL) & ~each.equal for each in tested]
+    nearly_equal = nearly[0] if len(nearly) == 1 else torch.stack(nearly).any(dim=0)
+    if config.normalizes_groups and bool(nearly_equal.any()):
+        ids = [index.group_ids[group] for group in torch.nonzero(nearly_equal)[:, 0].tolist()]
         warnings.append(
             f"rewards of {format_rows(ids, 'prompt group', 8)} differ by at most {NEARLY_EQUAL:g} of the largest, "
             "which may be rounding; zero_std_tolerance counts them as equal"

@@ -133,7 +133,10 @@ class NormalizedRewards:
             return []
         group = self.index.rollout_group if self.rewards.real is None else self.index.rollout_group[self.rewards.real]
         count = torch.bincount(group, minlength=self.index.num_groups)
-        groups: list[int] = torch.nonzero(count < self.config.n_samples_per_prompt)[:, 0].tolist()
+        few = count < self.config.n_samples_per_prompt
+        if self.index.group_source not in ("prompt_group_sizes", "nesting"):
+            few &= count > 0  # rows that are all padding are no group of anything
+        groups: list[int] = torch.nonzero(few)[:, 0].tolist()
         return groups
 
     def with_exclusion(self, exclusion: Tensor) -> NormalizedRewards:

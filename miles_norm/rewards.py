@@ -13,7 +13,7 @@ from miles_norm.errors import DisagreeingRewardsError, MissingRewardError, Rewar
 from miles_norm.grouping import RolloutIndex
 from miles_norm.statistics import segment_statistics
 
-__all__ = ["RolloutRewards", "any_row", "choose_rollout_rewards"]
+__all__ = ["FLOAT32_MAX", "RolloutRewards", "any_row", "choose_rollout_rewards", "read_components"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -67,9 +67,9 @@ def choose_rollout_rewards(columns: RolloutColumns, index: RolloutIndex, config:
     tokens = columns.trainable_tokens if silent is None else columns.trainable_tokens.masked_fill(silent, 0)
     may_speak = scored if padding is None else ~padding if scored is None else scored & ~padding
     rows, has_speaker = _mainstream_rows(index, tokens, may_speak)
-    chosen, speaker, warnings = _apply_policy(
-        _Siblings(values, tokens, rows, may_speak, has_speaker, columns, index), config
-    )
+    components = [column.nan_to_num(nan=torch.inf) for column in read_components(columns, config).values()]
+    siblings = _Siblings(values, tokens, rows, may_speak, has_speaker, columns, index, components)
+    chosen, speaker, warnings = _apply_policy(siblings, config)
     trained = tokens
     if config.truncated_rollouts == "untrain" and columns.truncated is not None:
         truncated = columns.truncated if padding is None else columns.truncated & ~padding
@@ -94,7 +94,7 @@ def _scored_values(columns: RolloutColumns, config: NormalizationConfig) -> tupl
     scored = torch.isfinite(reward)
     if columns.scored is not None:
         scored &= columns.scored
-    _check_magnitude(reward, scored)
+    _check_magnitude(reward, scored if columns.padding is None else scored & ~columns.padding)
     if config.missing_reward == "zero":
         return torch.where(scored, reward, 0.0), None
     unscored = ~scored if columns.padding is None else ~(scored | columns.padding)
@@ -146,6 +146,8 @@ class _Siblings:
     has_speaker: Tensor | None
     columns: RolloutColumns
     index: RolloutIndex
+    components: list[Tensor]
+    """Reward components, infinite where a row lacks one: that is told apart from any number."""
 
 
 def _mainstream_rows(index: RolloutIndex, tokens: Tensor, may_speak: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -176,7 +178,8 @@ def _apply_policy(siblings: _Siblings, config: NormalizationConfig) -> tuple[Ten
             speaker, chosen = siblings.mainstream, values[siblings.mainstream]
             warnings = _disagreements(siblings, chosen)
         case "shared":
-            speaker, chosen = siblings.mainstream, values[siblings.mainstream]
+            # Within the tolerance siblings may differ: the largest does not depend on their order.
+            speaker, chosen = siblings.mainstream, _extreme(siblings, values, "amax")
             _check_shared(siblings, config.shared_reward_tolerance)
         case "first" | "last" as end:
             row = torch.arange(index.num_rows, device=values.device)
@@ -189,7 +192,7 @@ def _apply_policy(siblings: _Siblings, config: NormalizationConfig) -> tuple[Ten
             speaker = rows.clamp_(0, index.num_rows - 1)
             chosen = values[speaker]
         case "max":
-            chosen = _extreme(siblings, "amax")
+            chosen = _extreme(siblings, values, "amax")
         case "mean" | "sum" as fold:
             chosen, complete = _fold(siblings, fold)
             has_speaker = complete if has_speaker is None else has_speaker & complete
@@ -198,8 +201,7 @@ def _apply_policy(siblings: _Siblings, config: NormalizationConfig) -> tuple[Ten
     return chosen, speaker, warnings
 
 
-def _extreme(siblings: _Siblings, reduce: str) -> Tensor:
-    values = siblings.values
+def _extreme(siblings: _Siblings, values: Tensor, reduce: str) -> Tensor:
     if siblings.may_speak is not None:
         values = values.masked_fill(~siblings.may_speak, -torch.inf if reduce == "amax" else torch.inf)
     out = values.new_zeros(siblings.index.num_rollouts)
@@ -219,12 +221,24 @@ def _fold(siblings: _Siblings, fold: str) -> tuple[Tensor, Tensor]:
     return statistics.mean if fold == "mean" else statistics.total, complete
 
 
+def read_components(columns: RolloutColumns, config: NormalizationConfig) -> dict[str, Tensor]:
+    """Float64 ``[N]`` per component that is normalized alone; 0 on unscored rows under ``missing_reward="zero"``."""
+    if columns.components is None or config.missing_reward != "zero":
+        return columns.components or {}
+    scored = torch.isfinite(columns.reward)
+    if columns.scored is not None:
+        scored &= columns.scored
+    return {name: torch.where(scored, column, 0.0) for name, column in columns.components.items()}
+
+
 def _disagreements(siblings: _Siblings, chosen: Tensor) -> tuple[str, ...]:
     """Warnings about siblings that have other rewards than the one that speaks, and about ties among them."""
     index, values, may_speak, tokens = siblings.index, siblings.values, siblings.may_speak, siblings.tokens
     if index.num_rollouts == index.num_rows:
         return ()
     differs = values != chosen[index.row_rollout]
+    for component in siblings.components:
+        differs |= component != component[siblings.mainstream][index.row_rollout]
     if may_speak is not None:
         differs &= may_speak
     if not bool(differs.any()):
@@ -245,17 +259,22 @@ def _disagreements(siblings: _Siblings, chosen: Tensor) -> tuple[str, ...]:
 
 def _check_shared(siblings: _Siblings, tolerance: float) -> None:
     index = siblings.index
-    high, low = _extreme(siblings, "amax"), _extreme(siblings, "amin")
-    apart = high - low > torch.maximum(high.abs(), low.abs()) * tolerance
+    apart = torch.zeros(index.num_rollouts, dtype=torch.bool, device=siblings.values.device)
+    for values in (siblings.values, *siblings.components):
+        high, low = _extreme(siblings, values, "amax"), _extreme(siblings, values, "amin")
+        apart |= high - low > torch.maximum(high.abs(), low.abs()) * tolerance
     if siblings.has_speaker is not None:
         apart &= siblings.has_speaker
     if not bool(apart.any()):
         return
     rollouts = torch.nonzero(apart)[:, 0].tolist()
-    rows = torch.nonzero(apart[index.row_rollout])[:, 0].tolist()
+    named = apart[index.row_rollout]
+    if siblings.columns.padding is not None:
+        named &= ~siblings.columns.padding
+    rows = torch.nonzero(named)[:, 0].tolist()
     described = []
     for rollout in rollouts[:10]:
-        of_rollout = index.rows_of_rollout(rollout)
+        of_rollout = torch.nonzero(named & (index.row_rollout == rollout))[:, 0].tolist()
         rewards = ", ".join(f"{value:g}" for value in siblings.values[of_rollout].tolist())
         described.append(f"{_name(index, [rollout])}: {format_rows(of_rollout)} have rewards {rewards}")
     raise DisagreeingRewardsError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, SampleError, format_rows
+from miles_norm.ids import plain_id
 from miles_norm.masks import count_byte_masks, count_mask, counted
 from miles_norm.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 
@@ -92,23 +93,23 @@ def _columns(
 ) -> RolloutColumns:
     """Columns from the fields of all rows."""
     rollouts, collisions = _rollout_ids(field("rollout_id"), field("index"), rollout_lists)
-    removed, padding = field("remove_sample"), field("is_padding")
+    removed, padding = _flags("remove_sample", field("remove_sample")), _flags("is_padding", field("is_padding"))
     status, adapters = _statuses(field("status")), field("adapter")
     if any(value is not None for value in adapters):
         adapters = [_adapter_name(value) for value in adapters]
     groups = _group_ids(field, config.group_key)
     given = field("reward")
-    components = reward_components(given, config) if config.options.gdpo_components else None
-    reward = read_rewards(given, config) if components is None else weighted_sum(components, config)
+    components = reward_components(given, config, padding) if config.options.gdpo_components else None
+    reward = read_rewards(given, config, padding) if components is None else weighted_sum(components, config)
     columns = RolloutColumns(
         group=groups if any(value is not None for value in groups) else None,
         rollout=rollouts,
         reward=as_float64(reward, config),
-        trainable_tokens=_trainable_tokens(field("loss_mask"), field("response_length")),
+        trainable_tokens=_trainable_tokens(field("loss_mask"), field("response_length"), padding),
         scored=None if None not in reward else [value is not None for value in reward],
-        removed=[bool(flag) for flag in removed] if any(removed) else None,
+        removed=removed if any(removed) else None,
         truncated=[value == "truncated" for value in status] if "truncated" in status else None,
-        padding=[bool(flag) for flag in padding] if any(padding) else None,
+        padding=padding if any(padding) else None,
         adapter=adapters if any(value is not None for value in adapters) else None,
         components=components,
     )
@@ -118,7 +119,7 @@ def _columns(
     return columns
 
 
-def _without_id(rollouts: list[Hashable], padding: list[Any]) -> list[str]:
+def _without_id(rollouts: list[Hashable], padding: list[bool]) -> list[str]:
     lacking = [row for row, value in enumerate(rollouts) if value is None and not padding[row]]
     if not lacking:
         return []
@@ -245,7 +246,7 @@ def _rollout_ids(
     explicit: list[Any], index: list[Any], lists: list[int | None] | None
 ) -> tuple[list[Hashable], tuple[tuple[int, int], ...]]:
     """Rollout id of each row, and pairs of rows that share one although their own ``index`` differs."""
-    explicit, index = _known(explicit), _known(index)
+    explicit, index = _plain(explicit), _plain(index)
     ids = [i if e is None else e for e, i in zip(explicit, index, strict=True)]
     if lists is not None:
         return [i if n is None else RolloutList(n) for i, n in zip(ids, lists, strict=True)], ()
@@ -260,10 +261,30 @@ def _rollout_ids(
     return ids, tuple(pairs)
 
 
-def _known(values: list[Any]) -> list[Any]:
-    if set(map(type, values)) <= {int, str, type(None)}:
-        return values
-    return [None if isinstance(v, float | np.floating) and math.isnan(v) else v for v in values]
+def _plain(values: list[Any]) -> list[Any]:
+    return values if set(map(type, values)) <= {int, str, type(None)} else [plain_id(value) for value in values]
+
+
+def _flags(name: str, values: list[Any]) -> list[bool]:
+    """Bools; None and NaN, as tables have it in empty cells, are False.
+
+    Raises:
+        SampleError: anything else than a bool, 0 or 1; all rows are named.
+    """
+    if set(map(type, values)) <= {bool, type(None)}:
+        return [bool(value) for value in values]
+    flags = [plain_id(value) for value in values]
+    bad = [row for row, flag in enumerate(flags) if flag is not None and (isinstance(flag, str) or flag not in (0, 1))]
+    if bad:
+        raise SampleError(
+            f"{name} of {format_rows(bad)}",
+            got=", ".join(f"{values[row]!r:.40}" for row in bad[:5]),
+            expected="True or False; None where it is not set",
+            reason="it decides whether a row is trained and counted",
+            remedy="write it as a bool",
+            rows=bad,
+        )
+    return [bool(flag) for flag in flags]
 
 
 def _is_id(value: Any) -> bool:
@@ -286,10 +307,12 @@ def _adapter_name(value: Any) -> Hashable:
     """An adapter is named by a string, by a mapping or object with a ``name``, or by any other id."""
     if isinstance(value, Mapping):
         return value.get("name")
+    if isinstance(value, Tensor | np.generic | np.ndarray):
+        return plain_id(value)  # type: ignore[no-any-return]  # a tensor has a name of its own
     return getattr(value, "name", value)  # type: ignore[no-any-return]
 
 
-def _trainable_tokens(masks: list[Any], lengths: list[Any]) -> list[int]:
+def _trainable_tokens(masks: list[Any], lengths: list[Any], padding: list[bool]) -> list[int]:
     counts: list[int] | None = count_byte_masks(masks)
     if counts is not None:
         return counts
@@ -299,6 +322,9 @@ def _trainable_tokens(masks: list[Any], lengths: list[Any]) -> list[int]:
         try:
             counts.append(_length(length) if mask is None else count_mask(mask))
         except (TypeError, ValueError) as problem:
+            if padding[row]:
+                counts.append(0)  # it enters nothing
+                continue
             problems[row] = f"loss_mask {problem}" if mask is not None else str(problem)
     if problems:
         bad = list(problems)
@@ -318,6 +344,6 @@ def _length(value: Any) -> int:
         raise ValueError("neither loss_mask nor response_length")
     if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**31 or value != int(value):
         raise ValueError(f"response_length {value!r}")
     return int(value)

@@ -12,10 +12,14 @@ from torch import Tensor
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, format_rows
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 __all__ = ["as_float64", "read_rewards", "reward_components", "weighted_sum"]
 
 
-def reward_components(values: list[Any], config: NormalizationConfig) -> dict[str, np.ndarray[Any, Any]]:
+def reward_components(
+    values: list[Any], config: NormalizationConfig, padding: list[bool]
+) -> dict[str, np.ndarray[Any, Any]]:
     """The components that ``gdpo`` normalizes, each float64 ``[N]`` with NaN where a row lacks it.
 
     A reward of None has none of them, and the row is unscored.
@@ -32,13 +36,15 @@ def reward_components(values: list[Any], config: NormalizationConfig) -> dict[st
         if isinstance(value, Mapping):
             try:
                 found = {name: _plain_number(value.get(name), config) for name in names}
-            except (TypeError, ValueError) as problem:
+            except (TypeError, ValueError, OverflowError) as problem:
                 problems[row] = str(problem)
         elif value is not None:
             problems[row] = f"{_kind(value)}, not a dict with the components {', '.join(names)}"
-        lacking = [name for name in names if found.get(name) is None or not math.isfinite(found[name])]
+        lacking = [name for name in names if not _usable(found.get(name))]
         if isinstance(value, Mapping) and lacking and row not in problems and not config.options.gdpo_partial:
             problems[row] = f"no {', '.join(lacking)}"
+        if padding[row]:
+            problems.pop(row, None)  # it enters nothing
         for name in names:
             numbers[name].append(math.nan if name in lacking else found[name])
     if problems:
@@ -63,7 +69,11 @@ def weighted_sum(components: Mapping[str, np.ndarray[Any, Any]], config: Normali
     return [None if lacking else float(number) for number, lacking in zip(total, none, strict=True)]
 
 
-def read_rewards(values: list[Any], config: NormalizationConfig) -> list[Any]:
+def _usable(value: Any) -> bool:
+    return value is not None and abs(value) <= FLOAT32_MAX
+
+
+def read_rewards(values: list[Any], config: NormalizationConfig, padding: list[bool]) -> list[Any]:
     """Rewards as Python numbers, None where a row has none."""
     if set(map(type, values)) <= {int, float, bool, type(None)} and config.reward_key is None:
         return values
@@ -72,7 +82,9 @@ def read_rewards(values: list[Any], config: NormalizationConfig) -> list[Any]:
         try:
             numbers.append(_number(value, config))
         except (TypeError, ValueError) as problem:
-            problems[row] = str(problem)
+            numbers.append(None)
+            if not padding[row]:  # padding enters nothing
+                problems[row] = str(problem)
     if problems:
         raise _bad_rewards(values, problems, config)
     return numbers
@@ -107,7 +119,9 @@ def _plain_number(value: Any, config: NormalizationConfig) -> Any:
         value = value.item()
     if isinstance(value, str) and config.coerce_numeric_strings:
         try:
-            return float(value)
+            if "_" not in value:
+                return float(value)
+            raise ValueError
         except ValueError:
             raise ValueError(f"the str {value[:40]!r}, which is no number") from None
     if value is None or isinstance(value, int | float):

@@ -84,9 +84,11 @@ def analytic_pass_at_k_advantages(
             got="fewer counted rollouts than k: " + ", ".join(str(int(statistics.count[g])) for g in small[:10]),
             expected=f"at least {k} in every group (k is {k})",
             reason="k rollouts cannot be drawn from fewer",
-            remedy="lower k, sample more rollouts per prompt, or set min_group_size to k",
+            remedy="lower k, or sample more rollouts per prompt; min_group_size leaves small groups out",
             rows=small,
         )
+    if not bool((statistics.count > 0).any()):
+        return torch.zeros_like(rewards)
     wrong = n - statistics.total
     all_wrong = _draws(wrong, n, k)
     sigma = ((1 - all_wrong) * all_wrong).sqrt()

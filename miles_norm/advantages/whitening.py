@@ -63,12 +63,13 @@ def batch_moments(
 ) -> tuple[float, float] | None:
     """Mean and deviation of ``whitened``; None where there is no scale."""
     values = advantages[counted]
+    largest = values.abs().max() if len(values) else 0.0
     weight = torch.ones_like(values) if tokens is None else tokens[counted].to(torch.float64)
     values, weight = values[weight > 0], weight[weight > 0]
     if len(values) < 2:
         return None
     low, high = torch.aminmax(values)
-    if bool(high - low <= torch.maximum(high, -low) * EQUAL):
+    if bool(high - low <= largest * EQUAL):
         return None
     total = float(weight.sum())  # whole numbers: exact in any order
     mean = _sum(weight * values) / total

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
+import stat
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self, get_args, get_origin
@@ -35,7 +38,7 @@ class Config(BaseModel):
     _reference: ClassVar[str] = ""
     """Where all fields are described; unset: errors name them."""
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -63,8 +66,8 @@ class Config(BaseModel):
             MissingDependencyError: PyYAML is not installed.
         """
         try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = _read_text(Path(source))
+        except (OSError, ValueError) as error:
             missing = isinstance(error, FileNotFoundError)
             raise ConfigError(
                 f"config file {source}",
@@ -111,6 +114,18 @@ class Config(BaseModel):
         return "\n".join(lines) + "\n"
 
 
+def _read_text(path: Path) -> str:
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode) and not stat.S_ISDIR(info.st_mode):
+        raise ValueError("a path that is no regular file")  # a pipe or a device could go on for ever
+    if info.st_size > _LARGEST_FILE:
+        raise ValueError(f"a file of {info.st_size} bytes, which no settings fill")
+    return path.read_text(encoding="utf-8")
+
+
+_LARGEST_FILE = 2**20
+
+
 def refuse_contradictions(model: str, checks: list[tuple[bool, str, str, str]]) -> None:
     """Raise the first contradiction of a list of (contradicts, got, reason, remedy)."""
     for contradicts, got, reason, remedy in checks:
@@ -135,7 +150,7 @@ def _config_error(model: type[Config], error: ValidationError) -> ConfigError:
                 [(key, value)] = value.items()
                 name = f"{name}.{key}"
             message = _unknown(name, known)
-        got.append(f"{name}={value!r}")
+        got.append(f"{name}={reprlib.repr(value)}")
         expected.append(f"{name}: {message}")
     return ConfigError(
         model.__name__,
@@ -181,6 +196,10 @@ def _choices(annotation: Any) -> list[str]:
     return textwrap.wrap(f"One of: {', '.join(map(str, get_args(annotation)))}.", 98)
 
 
+# What PyYAML raises on values that their tags do not fit, such as !!int "".
+_BROKEN_VALUES: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
 def parse_yaml(text: str, name: str) -> Any:
     """Parse YAML without constructing objects; ``1e-6`` is a number, and a key given twice is an error.
 
@@ -194,8 +213,8 @@ def parse_yaml(text: str, name: str) -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+            keys = Counter(str(key.value) for key, _ in node.value)
+            twice = sorted(key for key, count in keys.items() if count > 1)
             if twice:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"keys given twice: {', '.join(twice)}", node.start_mark
@@ -203,10 +222,17 @@ def parse_yaml(text: str, name: str) -> Any:
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
 
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            # A few aliases of aliases unfold into a structure that fills any memory, and settings need none.
+            if self.check_event(yaml.events.AliasEvent):
+                event = self.peek_event()
+                raise yaml.composer.ComposerError(None, None, f"an alias, *{event.anchor}", event.start_mark)
+            return super().compose_node(parent, index)
+
     Loader.add_implicit_resolver(*_EXPONENT_FLOAT)
     try:
         return yaml.load(text, Loader=Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, *_BROKEN_VALUES) as error:
         raise ConfigError(
             f"YAML in {name}",
             got=_yaml_problem(error),

@@ -39,10 +39,10 @@ class LossConfig(Config):
     count_empty_rows: bool = False
     """Whether a counted row without a trainable token is in the number of rows."""
 
-    nominal_rollouts: int | None = Field(default=None, ge=1)
+    nominal_rollouts: int | None = Field(default=None, ge=1, lt=2**31)
     """The divisor of `divisor: nominal_rollouts`, whatever an update holds."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """The divisor of `aggregation: constant`: the longest rollout that may be sampled."""
 
     scope: Literal["update", "batch"] = "update"
@@ -97,17 +97,17 @@ class UpdateConfig(Config):
     unit: Literal["rollouts", "rows"] = "rollouts"
     """What an update is filled with: whole rollouts, or rows as verl and Agent Lightning do."""
 
-    rollouts_per_update: int | None = Field(default=None, ge=1)
+    rollouts_per_update: int | None = Field(default=None, ge=1, lt=2**31)
     """`unit: rollouts`: rollouts in an update; unset: all of them in one."""
 
     leftover: Literal["smaller_update", "drop", "carry"] = "smaller_update"
     """`unit: rollouts`: what does not fill an update is a smaller last one, is dropped, or is handed
     over to the next batch with its advantages."""
 
-    rows_per_update: int | None = Field(default=None, ge=1)
+    rows_per_update: int | None = Field(default=None, ge=1, lt=2**31)
     """`unit: rows`: rows in an update; the batch is cut down to a multiple of it."""
 
-    max_updates: int | None = Field(default=None, ge=1)
+    max_updates: int | None = Field(default=None, ge=1, lt=2**31)
     """`unit: rows`: at most this many updates (Agent Lightning's max_ppo_update_times)."""
 
     order: Literal["normalize_first", "drop_first"] = "normalize_first"
@@ -116,7 +116,7 @@ class UpdateConfig(Config):
     seed: int = 0
     """`unit: rows`: of the draw of the rows that are dropped."""
 
-    max_tokens_per_gpu: int | None = Field(default=None, ge=1)
+    max_tokens_per_gpu: int | None = Field(default=None, ge=1, lt=2**31)
     """Tokens in a micro-batch; unset: an update is one micro-batch."""
 
     @model_validator(mode="after")

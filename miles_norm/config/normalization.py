@@ -39,7 +39,7 @@ class EstimatorOptions(Config):
     pass_at_k: Literal["topk_gap", "analytic"] = "topk_gap"
     """`pass_at_k`: the best rollout gets its lead over the second, or the average over all draws of k."""
 
-    k: int | None = Field(default=None, ge=1)
+    k: int | None = Field(default=None, ge=1, lt=2**31)
     """`pass_at_k: analytic`: how many rollouts are drawn."""
 
     gdpo_components: tuple[str, ...] = Field(default=(), strict=False)
@@ -162,7 +162,7 @@ class NormalizationConfig(Config):
     """`drop_from_loss`: rollouts of a group whose rewards are all equal are not trained and enter no
     denominator."""
 
-    min_group_size: int = Field(default=1, ge=1)
+    min_group_size: int = Field(default=1, ge=1, lt=2**31)
     """Groups with fewer counted rollouts are excluded."""
 
     group_key: str = Field(default="group_index", min_length=1)
@@ -175,11 +175,11 @@ class NormalizationConfig(Config):
     coerce_numeric_strings: bool = False
     """Read a reward such as "0.5" as a number instead of refusing it."""
 
-    n_samples_per_prompt: int | None = Field(default=None, ge=1)
+    n_samples_per_prompt: int | None = Field(default=None, ge=1, lt=2**31)
     """Rollouts per prompt group; used for the fixed fan-out and to report incomplete groups (Miles
     flag)."""
 
-    rollout_batch_size: int | None = Field(default=None, ge=1)
+    rollout_batch_size: int | None = Field(default=None, ge=1, lt=2**31)
     """Prompt groups per batch; used for the fixed fan-out (Miles flag)."""
 
     device: str | None = None

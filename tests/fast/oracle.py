@@ -61,6 +61,8 @@ def normalize(
         refuse_lacking_components(rows, config)
     source, keys, num_groups = group_keys(rows, config, sizes, nesting, nested_groups)
     lists = [None] * len(rows) if nesting is None else [number for _, number in nesting]
+    if source not in ("prompt_group_sizes", "nesting"):
+        keys = padding_to_its_rollout(rows, keys, source)
     rollouts, num_groups = find_rollouts(rows, keys, lists, num_groups)
     answer = Answer(source, rollouts, num_groups, [tokens_of(row) for row in rows])
     own = own_rewards(rows, config)
@@ -75,7 +77,9 @@ def normalize(
     broadcast(answer, rows, own, config)
     if config.n_samples_per_prompt is not None:
         found = Counter(rollout.group for rollout in rollouts if rollout.real)
-        answer.incomplete = [g for g in range(num_groups) if found[g] < config.n_samples_per_prompt]
+        given = source in ("prompt_group_sizes", "nesting")  # only these know of groups without a rollout
+        incomplete = (g for g in range(num_groups) if found[g] < config.n_samples_per_prompt)
+        answer.incomplete = [g for g in incomplete if given or found[g]]
     return answer
 
 
@@ -106,6 +110,24 @@ def group_keys(
         seen += is_real
         keys.append(max(seen - 1, 0) // n)
     return "fixed_fan_out", keys, None
+
+
+def padding_to_its_rollout(rows: list[Row], keys: list[Any], source: str) -> list[Any]:
+    """A padding row whose group was not given joins the rollout of its id, if one group alone has it."""
+
+    def identity(row: Row) -> Any:
+        explicit = known(row["rollout_id"])
+        return explicit if explicit is not None else known(row["index"])
+
+    keys = list(keys)
+    for n, row in enumerate(rows):
+        given = source == "group_index" and known(row["group_index"]) is not None
+        if row["is_padding"] and not given and identity(row) is not None:
+            real = [(key, other) for key, other in zip(keys, rows, strict=True) if not other["is_padding"]]
+            groups = {key for key, other in real if identity(other) == identity(row)}
+            if len(groups) == 1:
+                keys[n] = groups.pop()
+    return keys
 
 
 def find_rollouts(
@@ -162,6 +184,14 @@ def refuse_lacking_components(rows: list[Row], config: Any) -> None:
         raise OracleError("RewardError")
 
 
+def parts(row: Row, config: Any) -> tuple[Number, ...]:
+    """The reward components of a row, None where it lacks one, 0 where an unscored row counts as 0."""
+    names = config.options.gdpo_components
+    if row["reward"] is None and config.missing_reward == "zero":
+        return (0.0,) * len(names)
+    return tuple(component(row, name) for name in names)
+
+
 def choose_reward(answer: Answer, rollout: Rollout, rows: list[Row], own: list[Number], config: Any) -> None:
     siblings = [row for row in rollout.rows if not rows[row]["is_padding"]]
     speakers = [row for row in siblings if own[row] is not None]
@@ -173,12 +203,23 @@ def choose_reward(answer: Answer, rollout: Rollout, rows: list[Row], own: list[N
     rollout.reward = own[rollout.mainstream]
     rollout.speaker = {"first": speakers[0], "last": speakers[-1]}.get(policy, rollout.mainstream)
     if policy == "mainstream":
-        others = [row for row in speakers if own[row] != rollout.reward]
+        # Where components are normalized one by one, siblings that agree in the sum alone disagree.
+        whole = {row: (own[row], *parts(rows[row], config)) for row in speakers}
+        others = [row for row in speakers if whole[row] != whole[rollout.mainstream]]
         answer.disagree |= bool(others)
         answer.tie |= any(answer.tokens[row] == answer.tokens[rollout.mainstream] for row in others)
     elif policy == "shared":
         if high - low > max(abs(high), abs(low)) * config.shared_reward_tolerance:
             rollout.excluded = "disagree"
+        for values_of in zip(*(parts(rows[row], config) for row in speakers), strict=True):
+            known = [value for value in values_of if value is not None]
+            spread = max(known) - min(known) if known else 0
+            if (
+                0 < len(known) < len(values_of)
+                or spread > max(map(abs, known), default=0) * config.shared_reward_tolerance
+            ):
+                rollout.excluded = "disagree"
+        rollout.reward = high
     elif policy in ("first", "last"):
         rollout.reward = values[0 if policy == "first" else -1]
     elif policy == "max":

@@ -47,6 +47,7 @@ ROOMS = (
     "grouping",
     "statistics",
     "rewards",
+    "components",
     "counting",
     "advantages",
     "broadcast",

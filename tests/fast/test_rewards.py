@@ -120,9 +120,9 @@ def test_shared() -> None:
 
 
 def test_shared_tolerance_is_relative_to_the_largest() -> None:
-    # 0.5 apart; 0.125 of 4 is 0.5.
+    # 0.5 apart; 0.125 of 4 is 0.5. The larger one speaks, whichever has more tokens.
     rows = rollout((-3.5, 1), (-4.0, 2))
-    assert spoken(rows, rollout_reward="shared", shared_reward_tolerance=0.125).rollout_rewards.tolist() == [-4.0]
+    assert spoken(rows, rollout_reward="shared", shared_reward_tolerance=0.125).rollout_rewards.tolist() == [-3.5]
     with pytest.raises(DisagreeingRewardsError, match=r"within 0\.12 of the largest"):
         spoken(rows, rollout_reward="shared", shared_reward_tolerance=0.12)
 
