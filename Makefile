@@ -74,7 +74,7 @@ demo: $(VENV)/.demo ## normalize a real rollout dump, then explain one of its ro
 	@echo '  $(BIN)/miles-norm normalize YOUR_DUMP.pt --config $(CONFIG) -o advantages.jsonl'
 
 test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
-	@$(BIN)/python -m pytest --cov $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --cov -n auto $(PYTEST_ARGS)
 
 test-distributed: $(VENV)/.dev ## gradients over two real processes
 	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)

@@ -57,14 +57,20 @@ def _check(columns: RolloutColumns, scored: Tensor, config: NormalizationConfig)
     absent = [name for name in config.options.gdpo_components if name not in given]
     if absent:
         raise _unusable(f"{', '.join(given) or 'none'}, without {', '.join(absent)}", config, ())
+    found: dict[str, list[int]] = {}
     for name in config.options.gdpo_components:
         bad = given[name].abs() > FLOAT32_MAX
         if not config.options.gdpo_partial:
             bad = bad | torch.isnan(given[name])
-        rows = torch.nonzero(bad & scored)[:, 0].tolist()
-        if rows:
-            values = ", ".join(f"{float(given[name][row]):g}" for row in rows[:10])
-            raise _unusable(f"{name} is {values} in {format_rows(rows)}", config, rows)
+        found[name] = torch.nonzero(bad & scored)[:, 0].tolist()
+    all_rows = sorted({row for rows in found.values() for row in rows})
+    if all_rows:
+        described = [
+            f"{name} is {', '.join(f'{float(given[name][row]):g}' for row in rows[:10])} in {format_rows(rows)}"
+            for name, rows in found.items()
+            if rows
+        ]
+        raise _unusable("; ".join(described), config, all_rows)
 
 
 def _unusable(got: str, config: NormalizationConfig, rows: Sequence[int]) -> RewardError:

@@ -16,6 +16,7 @@ Every message has the same five parts: the subject, what was got, what was expec
 Errors about rows name all of them at once and carry them in ``rows``.
 """
 
+import reprlib
 from collections.abc import Iterable, Sequence
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "SampleError",
     "UnsafeDumpError",
     "format_rows",
+    "shown",
 ]
 
 
@@ -113,6 +115,21 @@ class UnsafeDumpError(DumpError):
 
 class MissingDependencyError(MilesNormError, ImportError):
     """An optional package that is not installed."""
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """``repr`` for a message: short, and also for what has none.
+
+    >>> shown("x" * 100, limit=12), shown(10**5000)
+    ("'xxxxxxxx...", 'an int of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    try:
+        text = reprlib.repr(value) if isinstance(value, dict | list | tuple | set) else repr(value)
+    except Exception as error:  # noqa: BLE001  # A message must come out, whatever the value does.
+        return f"a value of type {type(value).__name__} whose repr raises {type(error).__name__}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def format_rows(rows: Sequence[object], noun: str = "row", limit: int = 20) -> str:

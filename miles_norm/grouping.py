@@ -11,7 +11,7 @@ from torch import Tensor
 
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
-from miles_norm.errors import GroupingError, format_rows
+from miles_norm.errors import GroupingError, format_rows, shown
 from miles_norm.ids import IdColumn, PairedIds, plain_id
 from miles_norm.runs import find_runs, number_runs
 
@@ -73,7 +73,13 @@ class RolloutIndex:
         """The id of each prompt group: as given by the group key, (adapter, id) with adapters, else its position."""
         if self.group_column is None:
             return list(range(self.num_groups))
-        return _labels(self.group_column, self.group_first_row)
+        rows, missing = self.group_first_row, self.group_column.missing
+        if missing is not None:
+            # Padding that joined a group may stand before the rows that name it.
+            named = torch.nonzero(~missing)[:, 0]
+            first = torch.full_like(rows, self.num_rows).scatter_reduce_(0, self.row_group[named], named, "amin")
+            rows = torch.where(first < self.num_rows, first, rows)
+        return _labels(self.group_column, rows)
 
     def rows_of_rollout(self, rollout: int) -> list[int]:
         """Rows of one rollout, ascending."""
@@ -197,7 +203,7 @@ def _check_sizes(given: Sequence[int] | Tensor, rows: int) -> list[int]:
     sizes = [plain_id(size) if type(size) is not float else size for size in sizes]
     bad = [i for i, size in enumerate(sizes) if isinstance(size, bool) or not isinstance(size, int) or size < 0]
     if bad or sum(sizes) != rows:
-        wrong = ", ".join(f"{sizes[i]!r} at position {i}" for i in bad[:10])
+        wrong = ", ".join(f"{shown(sizes[i])} at position {i}" for i in bad[:10])
         raise GroupingError(
             "prompt_group_sizes",
             got=wrong or f"{len(sizes)} sizes that sum to {sum(sizes)}",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles_norm.columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
-from miles_norm.errors import RewardError, SampleError, format_rows
+from miles_norm.errors import RewardError, SampleError, format_rows, shown
 from miles_norm.ids import plain_id
 from miles_norm.masks import count_byte_masks, count_mask, counted
 from miles_norm.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
@@ -104,7 +104,7 @@ def _columns(
     columns = RolloutColumns(
         group=groups if any(value is not None for value in groups) else None,
         rollout=rollouts,
-        reward=as_float64(reward, config),
+        reward=as_float64(reward, config, padding),
         trainable_tokens=_trainable_tokens(field("loss_mask"), field("response_length"), padding),
         scored=None if None not in reward else [value is not None for value in reward],
         removed=removed if any(removed) else None,
@@ -274,11 +274,12 @@ def _flags(name: str, values: list[Any]) -> list[bool]:
     if set(map(type, values)) <= {bool, type(None)}:
         return [bool(value) for value in values]
     flags = [plain_id(value) for value in values]
-    bad = [row for row, flag in enumerate(flags) if flag is not None and (isinstance(flag, str) or flag not in (0, 1))]
+    known = [(row, flag) for row, flag in enumerate(flags) if flag is not None]
+    bad = [row for row, flag in known if type(flag) not in (bool, int) or flag not in (0, 1)]
     if bad:
         raise SampleError(
             f"{name} of {format_rows(bad)}",
-            got=", ".join(f"{values[row]!r:.40}" for row in bad[:5]),
+            got=", ".join(shown(values[row]) for row in bad[:5]),
             expected="True or False; None where it is not set",
             reason="it decides whether a row is trained and counted",
             remedy="write it as a bool",
@@ -345,5 +346,5 @@ def _length(value: Any) -> int:
     if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**31 or value != int(value):
-        raise ValueError(f"response_length {value!r}")
+        raise ValueError(f"response_length {shown(value)}")
     return int(value)

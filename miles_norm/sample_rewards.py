@@ -90,12 +90,15 @@ def read_rewards(values: list[Any], config: NormalizationConfig, padding: list[b
     return numbers
 
 
-def as_float64(numbers: list[Any], config: NormalizationConfig) -> np.ndarray[Any, Any]:
+def as_float64(numbers: list[Any], config: NormalizationConfig, padding: list[bool]) -> np.ndarray[Any, Any]:
     """Numbers as a float64 column, NaN where there is none."""
     try:
         return np.array([math.nan if value is None else value for value in numbers], dtype=np.float64)
     except OverflowError:
         rows = [row for row, value in enumerate(numbers) if value is not None and abs(value) > 2**1000]
+        if all(padding[row] for row in rows):  # padding enters nothing
+            return as_float64([None if row in set(rows) else n for row, n in enumerate(numbers)], config, padding)
+        rows = [row for row in rows if not padding[row]]
         raise _bad_rewards(numbers, dict.fromkeys(rows, "an integer beyond float64"), config) from None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import reprlib
 import stat
 import textwrap
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from miles_norm.errors import ConfigError, MissingDependencyError
+from miles_norm.errors import ConfigError, MissingDependencyError, shown
 
 __all__ = ["Config", "parse_yaml", "refuse_contradictions"]
 
@@ -150,7 +149,7 @@ def _config_error(model: type[Config], error: ValidationError) -> ConfigError:
                 [(key, value)] = value.items()
                 name = f"{name}.{key}"
             message = _unknown(name, known)
-        got.append(f"{name}={reprlib.repr(value)}")
+        got.append(f"{name}={shown(value)}")
         expected.append(f"{name}: {message}")
     return ConfigError(
         model.__name__,

@@ -250,6 +250,12 @@ class NormalizationConfig(Config):
                 "leave reward_key unset",
             ),
             (
+                gdpo and self.shared_reward_tolerance > 0,
+                f"shared_reward_tolerance={self.shared_reward_tolerance} with advantage_estimator='gdpo'",
+                "all components of a rollout are those of one row, and siblings that differ are not one",
+                "leave the tolerance at 0, or choose rollout_reward='mainstream'",
+            ),
+            (
                 gdpo and self.rollout_reward not in choosing,
                 f"rollout_reward={self.rollout_reward!r} with advantage_estimator='gdpo'",
                 "all components of a rollout are those of one row",

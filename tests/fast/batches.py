@@ -187,6 +187,7 @@ def estimator_problems(draw: Any) -> tuple[Batch, NormalizationConfig]:
         options |= {"gdpo_components": ("right", "short"), "gdpo_partial": kind == "gdpo_partial"}
         options["gdpo_weights"] = draw(st.sampled_from([(), (2.0, 0.5)]))
         settings["std_epsilon"] = settings["std_epsilon"] or 1e-6
+        settings["shared_reward_tolerance"] = 0.0
         if settings["rollout_reward"] in ("max", "mean", "sum"):
             settings["rollout_reward"] = "mainstream"
     replace_rewards(draw, batch, kind)

@@ -6,7 +6,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # No deadline: the first call into torch is slower than any later one. Batches with many parts are drawn slowly.
-COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+COMMON = {
+    "deadline": None,
+    "max_examples": 40,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
 settings.register_profile("dev", print_blob=True, **COMMON)
 settings.register_profile("ci", derandomize=True, **COMMON)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")

@@ -11,7 +11,7 @@ from batches import new_row
 
 from miles_norm import NormalizationConfig, RolloutColumns, normalize_columns, normalize_rewards
 from miles_norm.config import EstimatorOptions
-from miles_norm.errors import DisagreeingRewardsError, RewardError, SampleError
+from miles_norm.errors import ConfigError, DisagreeingRewardsError, RewardError, SampleError
 from miles_norm.result import NormalizedRewards
 from miles_norm.sample_columns import columns_from_rows, columns_from_samples
 
@@ -42,6 +42,13 @@ class TestComponentColumns:
         with pytest.raises(RewardError) as caught:
             normalize_columns(component_columns(components), gdpo())
         assert [name for name in names if name not in str(caught.value)] == []
+
+    def test_a_component_that_a_scored_row_lacks_is_named_with_the_row(self) -> None:
+        components = {"right": [1.0, NAN, 0.0], "short": [NAN, 0.5, 0.0]}
+        with pytest.raises(RewardError, match="right") as caught:
+            normalize_columns(component_columns(components), gdpo())
+        assert "short" in str(caught.value)
+        assert caught.value.rows == (0, 1)
 
     def test_partial_components_may_be_lacking(self) -> None:
         # One of two has short, so only right speaks: 1 - 1/3, then 0 - 1/3 twice.
@@ -135,6 +142,11 @@ class TestSiblingsWithComponents:
         assert caught.value.rows == (0, 1)
         assert normalize_rewards([rows[0], rows[0], self.OTHER], gdpo(rollout_reward="shared")).warnings == ()
 
+    def test_a_tolerance_is_refused(self) -> None:
+        """Whose components would speak could depend on the order of the rows."""
+        with pytest.raises(ConfigError, match=r"shared_reward_tolerance=0\.1 with advantage_estimator='gdpo'"):
+            gdpo(rollout_reward="shared", shared_reward_tolerance=0.1)
+
     def test_mainstream_warns_of_each_component(self) -> None:
         longest = [parts(1.0, 0.0, index=0, response_length=2), parts(0.0, 1.0, index=0), self.OTHER]
         [warning] = normalize_rewards(longest, gdpo()).warnings
@@ -170,7 +182,9 @@ class TestFlags:
         rows = [new_row(index=0, **{name: value}), new_row(index=1, **{name: NAN}), new_row(index=2, **{name: None})]
         assert getattr(read(rows), COLUMN_OF[name]).tolist() == [True, False, False]
 
-    @pytest.mark.parametrize("value", ["false", "true", "", 2, -1, 0.5, [], [0], {}], ids=repr)
+    @pytest.mark.parametrize(
+        "value", ["false", "true", "", 2, -1, 0.5, torch.tensor([1, 0]), np.array([True, False]), [], [0], {}], ids=repr
+    )
     def test_what_is_no_flag(self, read: Any, name: str, value: Any) -> None:
         rows = [new_row(index=k) for k in range(4)]
         rows[1][name] = rows[3][name] = value
@@ -215,6 +229,7 @@ def test_the_field_of_a_row_goes_before_its_metadata(read: Any) -> None:
     [
         {"reward": "n/a"},
         {"reward": 1e300},
+        {"reward": 10**400},
         {"reward": {"right": 1.0}},
         {"reward": None},
         {"loss_mask": None, "response_length": None},

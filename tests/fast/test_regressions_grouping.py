@@ -36,7 +36,7 @@ class TestPaddingWithoutGroupId:
     ROWS = (row(0, "a", 4.0), row(0, "b", 0.0), row(1, "c", 1.0), row(1, "d", 0.0))
 
     @pytest.mark.parametrize("none", [None, math.nan])
-    @pytest.mark.parametrize("place", [4])
+    @pytest.mark.parametrize("place", [0, 2, 4])
     def test_it_belongs_to_the_rollout_that_has_its_id(self, none: Any, place: int) -> None:
         rows = [*self.ROWS[:place], padding("c", none), *self.ROWS[place:]]
         result = normalize_rewards(rows, DR_GRPO)
