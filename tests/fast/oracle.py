@@ -178,7 +178,7 @@ def weighted_sum(row: Row, config: Any) -> Number:
 
 
 def refuse_lacking_components(rows: list[Row], config: Any) -> None:
-    given = [row for row in rows if row["reward"] is not None]
+    given = [row for row in rows if row["reward"] is not None and not row["is_padding"]]
     lacking = any(component(row, name) is None for row in given for name in config.options.gdpo_components)
     if lacking and not config.options.gdpo_partial:
         raise OracleError("RewardError")
