@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from miles_norm.columns import RolloutColumns
+    from miles_norm.columns.rollout_columns import RolloutColumns
     from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig, UpdateConfig
     from miles_norm.conversion import convert_samples_to_train_data
     from miles_norm.dumps import RolloutDump, read_dump, write_dump

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_norm.columns.ids import shared_tensor
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.ids import shared_tensor
 
 __all__ = ["rollouts_to_rows", "rows_to_tokens"]
 

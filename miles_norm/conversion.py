@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_norm.columns.sample_columns import flatten_samples, row_fields
 from miles_norm.config import LossConfig, NormalizationConfig
 from miles_norm.errors import SampleError, format_rows
 from miles_norm.loss import loss_weights
 from miles_norm.normalize import normalize_rewards
-from miles_norm.ragged import Ragged
 from miles_norm.result import NormalizedRewards
-from miles_norm.sample_columns import flatten_samples, row_fields
 from miles_norm.train_data import TrainData
+from miles_norm.train_data.ragged import Ragged
 
 __all__ = ["convert_samples_to_train_data", "train_data_from_result"]
 

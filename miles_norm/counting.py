@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from miles_norm.columns import RolloutColumns
+from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.components import group_components
 from miles_norm.config import NormalizationConfig
 from miles_norm.grouping import RolloutIndex

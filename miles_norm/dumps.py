@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from miles_norm.errors import DumpError, format_rows
-from miles_norm.files import DUMP_ENDINGS, ending_of, open_existing, replacing
-from miles_norm.json_lines import iter_rows, open_writer
-from miles_norm.plain_values import NotPlainError, json_line, plain_mapping
-from miles_norm.safe_pickle import load_checkpoint
+from miles_norm.storage.atomic import DUMP_ENDINGS, ending_of, open_existing, replacing
+from miles_norm.storage.json_lines import iter_rows, open_writer
+from miles_norm.storage.plain_values import NotPlainError, json_line, plain_mapping
+from miles_norm.storage.safe_pickle import load_checkpoint
 
 __all__ = ["DumpStream", "RolloutDump", "read_dump", "stream_dump", "write_dump", "write_rows"]
 

@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from miles_norm.columns import RolloutColumns
+from miles_norm.columns.ids import IdColumn, PairedIds, plain_id
+from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import GroupingError, format_rows, shown
-from miles_norm.ids import IdColumn, PairedIds, plain_id
 from miles_norm.runs import find_runs, number_runs
 
 __all__ = ["RolloutIndex", "recover_groups"]

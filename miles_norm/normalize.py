@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_norm.columns import RolloutColumns
+from miles_norm.columns.rollout_columns import RolloutColumns
+from miles_norm.columns.sample_columns import columns_from_samples
 from miles_norm.config import NormalizationConfig
 from miles_norm.counting import GroupedRewards, group_rewards
 from miles_norm.errors import ConfigError, format_rows
@@ -17,7 +18,6 @@ from miles_norm.estimation import rollout_advantages
 from miles_norm.grouping import recover_groups
 from miles_norm.result import Advantages, NormalizedRewards
 from miles_norm.rewards import RolloutRewards, choose_rollout_rewards
-from miles_norm.sample_columns import columns_from_samples
 
 __all__ = ["normalize_columns", "normalize_rewards"]
 

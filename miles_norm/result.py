@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.broadcast import rollouts_to_rows, rows_to_tokens
-from miles_norm.columns import RolloutColumns
+from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.counting import Exclusion, GroupedRewards
 from miles_norm.explain import explain_row

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_norm.columns import RolloutColumns
+from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import DisagreeingRewardsError, MissingRewardError, RewardError, format_rows
 from miles_norm.grouping import RolloutIndex

@@ -14,7 +14,7 @@ from miles_norm.cli.output import check_output, write_output
 from miles_norm.cli.terminal import console_for, exit_codes, show_lines, show_warnings
 from miles_norm.cli.usage import FLAG, Command, Group
 from miles_norm.errors import ConfigError
-from miles_norm.files import DUMP_ENDINGS, TRAIN_ENDINGS
+from miles_norm.storage.atomic import DUMP_ENDINGS, TRAIN_ENDINGS
 
 __all__ = ["app"]
 

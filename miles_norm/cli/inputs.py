@@ -103,7 +103,7 @@ def load(path: Path, config: NormalizationConfig, sizes: str | None) -> Batch:
         _parse_sizes(sizes)  # refused before the file is read
     taken: list[int] = []
     with kept_warnings() as about_file, reading(path) as stream:
-        from miles_norm.sample_columns import columns_from_rows
+        from miles_norm.columns.sample_columns import columns_from_rows
 
         columns = columns_from_rows(_noting(stream.rows, taken), config)
     given = group_sizes(path, stream.metadata, sizes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from miles_norm.cli.inputs import ADDED_KEYS, kept_warnings
 from miles_norm.cli.waiting import bar
 from miles_norm.errors import DumpError, format_rows
-from miles_norm.files import ending_of
+from miles_norm.storage.atomic import ending_of
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.columns import RolloutColumns
+from miles_norm.columns.masks import count_mask
+from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import LossConfig
 from miles_norm.errors import SampleError, format_rows
 from miles_norm.loss.weights import loss_weights
-from miles_norm.masks import count_mask
 from miles_norm.normalize import normalize_columns
 
 __all__ = ["mask_loss_weights"]

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from miles_norm.columns import RolloutColumns
+from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import UpdateConfig
 from miles_norm.errors import SampleError, format_rows
 from miles_norm.normalize import normalize_columns

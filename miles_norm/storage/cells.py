@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import SampleError
-from miles_norm.plain_values import NotPlainError
-from miles_norm.ragged import Ragged
-from miles_norm.ragged_build import from_numpy
-from miles_norm.ragged_checks import offsets_of
 from miles_norm.storage import typed_json
 from miles_norm.storage.dtypes import COLUMN_DTYPES
+from miles_norm.storage.plain_values import NotPlainError
 from miles_norm.storage.table import StoredColumn
+from miles_norm.train_data.ragged import Ragged
+from miles_norm.train_data.ragged_build import from_numpy
+from miles_norm.train_data.ragged_checks import offsets_of
 
 __all__ = ["NotPlainRowsError", "decode_cells", "encode_cells"]
 

@@ -9,11 +9,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from miles_norm.plain_values import NotPlainError
 from miles_norm.storage import typed_json
 from miles_norm.storage.cells import NotPlainRowsError, decode_cells, encode_cells
 from miles_norm.storage.dtypes import COLUMN_DTYPES
 from miles_norm.storage.parquet_file import foreign_rows, load_row_groups, parquet_head, save_parquet
+from miles_norm.storage.plain_values import NotPlainError
 from miles_norm.storage.safetensors_file import load_safetensors, save_safetensors
 from miles_norm.storage.table import StoredColumn, StoredTable, reading
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.ragged_build import from_numpy
-from miles_norm.ragged_checks import running
 from miles_norm.storage.table import TEXT_CELLS, ColumnLayout, StoredColumn
+from miles_norm.train_data.ragged_build import from_numpy
+from miles_norm.train_data.ragged_checks import running
 
 __all__ = ["arrow_column", "arrow_type", "stored_column"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import DumpError, MilesNormError, MissingDependencyError, format_rows
-from miles_norm.ragged import Ragged
 from miles_norm.storage.dtypes import COLUMN_DTYPES, DTYPE_NAMES
+from miles_norm.train_data.ragged import Ragged
 
 __all__ = [
     "ColumnLayout",

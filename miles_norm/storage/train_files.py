@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from miles_norm.errors import DumpError
-from miles_norm.files import TRAIN_ENDINGS, ending_of, open_existing, replacing
-from miles_norm.plain_values import NotPlainError, plain_mapping
-from miles_norm.ragged import Ragged
 from miles_norm.storage import typed_json
+from miles_norm.storage.atomic import TRAIN_ENDINGS, ending_of, open_existing, replacing
 from miles_norm.storage.cells import NotPlainRowsError, decode_cells, encode_cells
 from miles_norm.storage.dtypes import COLUMN_DTYPES
 from miles_norm.storage.parquet_file import load_parquet, load_row_groups, pyarrow_package, save_parquet
+from miles_norm.storage.plain_values import NotPlainError, plain_mapping
 from miles_norm.storage.safetensors_file import load_safetensors, save_safetensors
 from miles_norm.storage.table import StoredColumn, StoredTable, reading, refuse_value
-from miles_norm.train_data import Column, TrainData
+from miles_norm.train_data.data import Column, TrainData
+from miles_norm.train_data.ragged import Ragged
 
 __all__ = ["iter_train_data", "read_train_data", "write_train_data"]
 

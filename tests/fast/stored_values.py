@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from miles_norm.dumps import RolloutDump
-from miles_norm.ragged import Ragged
 from miles_norm.train_data import TrainData
+from miles_norm.train_data.ragged import Ragged
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
           torch.float16, torch.bfloat16, torch.float32, torch.float64]  # fmt: skip

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from miles_norm.dumps import read_dump
 from miles_norm.errors import DumpError, UnsafeDumpError
-from miles_norm.safe_pickle import pickled_names
+from miles_norm.storage.safe_pickle import pickled_names
 
 
 def short_text(text):
@@ -122,7 +122,7 @@ def test_allow_lists_of_the_process_open_nothing(tmp_path):
 @pytest.mark.parametrize("data", [d for d, _ in hostile_pickles("").values()], ids=list(hostile_pickles("")))
 def test_second_wall_stands_alone(data, tmp_path, monkeypatch):
     # Without the first wall the file must still not load: torch's own check refuses it.
-    monkeypatch.setattr("miles_norm.safe_pickle._check_names", lambda data, subject: {"numpy.dtype"})
+    monkeypatch.setattr("miles_norm.storage.safe_pickle._check_names", lambda data, subject: {"numpy.dtype"})
     with pytest.raises(DumpError):
         read_dump(archive(tmp_path / "hostile.pt", data))
 

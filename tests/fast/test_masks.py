@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_norm.columns.masks import count_byte_masks, count_mask
+from miles_norm.columns.sample_columns import columns_from_samples, row_field
 from miles_norm.errors import SampleError
-from miles_norm.masks import count_byte_masks, count_mask
-from miles_norm.sample_columns import columns_from_samples, row_field
 
 KINDS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,

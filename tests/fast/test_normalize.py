@@ -15,9 +15,9 @@ import torch
 from batches import new_row
 
 from miles_norm import NormalizationConfig, RolloutColumns, Sample, normalize_columns, normalize_rewards
+from miles_norm.columns.sample_columns import columns_from_rows
 from miles_norm.errors import ConfigError, GroupingError, RewardError, SampleError
 from miles_norm.result import NormalizedRewards
-from miles_norm.sample_columns import columns_from_rows
 
 # Group 0: rollouts 1 (two rows) and 0; group 1: one rollout, unscored.
 ROWS = [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_norm.errors import SampleError
-from miles_norm.ragged import Ragged
+from miles_norm.train_data.ragged import Ragged
 
 INTS = st.integers(-(2**63), 2**63 - 1)
 ROWS = st.lists(st.lists(INTS, max_size=5), max_size=6)

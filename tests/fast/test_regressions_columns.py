@@ -10,10 +10,10 @@ import torch
 from batches import new_row
 
 from miles_norm import NormalizationConfig, RolloutColumns, normalize_columns, normalize_rewards
+from miles_norm.columns.sample_columns import columns_from_rows, columns_from_samples
 from miles_norm.config import EstimatorOptions
 from miles_norm.errors import ConfigError, DisagreeingRewardsError, RewardError, SampleError
 from miles_norm.result import NormalizedRewards
-from miles_norm.sample_columns import columns_from_rows, columns_from_samples
 
 NAN = math.nan
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)

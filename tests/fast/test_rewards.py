@@ -10,9 +10,9 @@ import torch
 from batches import new_row
 
 from miles_norm import NormalizationConfig, normalize_rewards
+from miles_norm.columns.sample_columns import RolloutList
 from miles_norm.errors import DisagreeingRewardsError, MissingRewardError, RewardError
 from miles_norm.result import NormalizedRewards
-from miles_norm.sample_columns import RolloutList
 
 NAN = math.nan
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)

@@ -17,10 +17,10 @@ from stored_values import canon, dumps, small, train_data
 
 from miles_norm.dumps import RolloutDump, read_dump, write_dump
 from miles_norm.errors import DumpError, MissingDependencyError, SampleError
-from miles_norm.ragged import Ragged
 from miles_norm.storage import iter_train_data, parquet_file, read_train_data, write_train_data
 from miles_norm.storage.table import field_names
 from miles_norm.train_data import TrainData
+from miles_norm.train_data.ragged import Ragged
 
 HERE = Path(__file__).parent
 SESSION = HERE.parents[1] / "examples/data/miles_session_v2.pt"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_norm.errors import SampleError
-from miles_norm.ragged import Ragged
 from miles_norm.train_data import TrainData
+from miles_norm.train_data.ragged import Ragged
 
 
 def ints(rows):

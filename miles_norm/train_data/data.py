@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_norm.ragged import Ragged
-from miles_norm.ragged_checks import row_numbers
-from miles_norm.train_batches import packed_fields, padded_fields
-from miles_norm.train_checks import RESPONSE_COLUMNS, bad_data, check_kinds, check_lengths, length_column
+from miles_norm.train_data.batches import packed_fields, padded_fields
+from miles_norm.train_data.checks import RESPONSE_COLUMNS, bad_data, check_kinds, check_lengths, length_column
+from miles_norm.train_data.ragged import Ragged
+from miles_norm.train_data.ragged_checks import row_numbers
 
 __all__ = ["OWN_COLUMNS", "RESPONSE_COLUMNS", "Column", "TrainData"]
 

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import format_rows
-from miles_norm.ragged_build import adjacent_rows, flat_values, host_array, list_dtype
-from miles_norm.ragged_checks import bad_column, checked_offsets, odd_rows, offsets_of, repeated, row_numbers, running
+from miles_norm.train_data.ragged_build import adjacent_rows, flat_values, host_array, list_dtype
+from miles_norm.train_data.ragged_checks import (
+    bad_column,
+    checked_offsets,
+    odd_rows,
+    offsets_of,
+    repeated,
+    row_numbers,
+    running,
+)
 
 __all__ = ["Ragged"]
 

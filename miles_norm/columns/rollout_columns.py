@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_norm.columns.ids import IdColumn, check_length, encode_ids, shared_tensor
 from miles_norm.errors import RewardError, SampleError, format_rows
-from miles_norm.ids import IdColumn, check_length, encode_ids, shared_tensor
 
 __all__ = ["RolloutColumns"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.ragged import Ragged
+from miles_norm.train_data.ragged import Ragged
 
 __all__ = ["RESPONSE_COLUMNS", "bad_data", "check_kinds", "check_lengths", "length_column"]
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NoReturn
 
-from miles_norm.array_stand_ins import NUMPY_STAND_INS, resolve_arrays
 from miles_norm.errors import DumpError, UnsafeDumpError
 from miles_norm.samples import AdapterRef, RewardSpec
+from miles_norm.storage.array_stand_ins import NUMPY_STAND_INS, resolve_arrays
 
 __all__ = ["load_checkpoint", "pickled_names"]
 

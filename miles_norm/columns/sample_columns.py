@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from miles_norm.columns import RolloutColumns
+from miles_norm.columns.ids import plain_id
+from miles_norm.columns.masks import count_byte_masks, count_mask, counted
+from miles_norm.columns.rollout_columns import RolloutColumns
+from miles_norm.columns.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, SampleError, format_rows, shown
-from miles_norm.ids import plain_id
-from miles_norm.masks import count_byte_masks, count_mask, counted
-from miles_norm.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 
 __all__ = ["columns_from_rows", "columns_from_samples", "flatten_samples", "row_field", "row_fields"]
 

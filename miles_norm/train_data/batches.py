@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.ragged import Ragged
-from miles_norm.ragged_checks import repeated
+from miles_norm.train_data.ragged import Ragged
+from miles_norm.train_data.ragged_checks import repeated
 
 __all__ = ["packed_fields", "padded_fields"]
 
