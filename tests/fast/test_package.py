@@ -45,14 +45,9 @@ ROOMS = (
     "filters",
     "loss",
     "conversion",
-    "sharding",
-    "session",
-    "cluster",
-    "integrations",
-    "audit",
     "cli",
 )
-CORE = ROOMS[: ROOMS.index("sharding") + 1]
+CORE = ROOMS[: ROOMS.index("conversion") + 1]
 CORE_DEPENDENCIES = {"miles_norm", "torch", "numpy", "pydantic"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 HEAVY = ("torch", "ray", "sglang", "fastapi", "matplotlib", "typer", "rich", "yaml")
