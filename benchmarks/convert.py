@@ -20,6 +20,7 @@ import multiprocessing
 import platform
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 
 from miles_norm import NormalizationConfig, Sample, convert_samples_to_train_data
+from miles_norm.storage import read_train_data, write_train_data
 
 FAN_OUT = (1, 2, 3, 4, 5)
 FAN_OUT_SHARES = (0.36, 0.22, 0.18, 0.13, 0.11)
@@ -161,6 +163,21 @@ def peak_share(rows: int, tokens: int, kind: str) -> float:
     return value
 
 
+def decoding(rows: int, tokens: int) -> dict[str, float]:
+    """Seconds to decode train data from safetensors: to columns, to columns of which every byte is read, to lists."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.safetensors"
+        write_train_data(ours(make_samples(rows, tokens, "views")), path)
+        fields = ("tokens", "loss_masks", "rollout_log_probs")
+        # Half of a row's tokens are its response, so these sums touch all that was written.
+        columns, touched, lists = best(
+            lambda: [read_train_data(path)[name].values for name in fields],
+            lambda: [read_train_data(path)[name].values.sum() for name in fields],
+            lambda: read_train_data(path).as_miles_dict(),
+        )
+    return {"columns": columns, "touched": touched, "lists": lists}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="smaller sizes, a few seconds")
@@ -190,6 +207,12 @@ def main() -> None:
                 figures[kind]["peak_share_of_payload"] = peak_share(rows, tokens, kind)
                 memory = f"{figures[kind]['peak_share_of_payload']:.2%} of the payload"
         print(f"{'ours, ' + kind:<16} {own * 1e3:>8.1f} {own / rows * 1e6:>7.2f} {plain / own:>9.1f}  {memory}")
+    rows = 50 if options.short else 500
+    seconds = decoding(rows, tokens)
+    figures["decoding_s"] = seconds
+    print(f"decoding {rows} rows of {tokens} tokens from safetensors to lists takes {seconds['lists'] * 1e3:.1f} ms;")
+    print(f"  to columns it is {seconds['lists'] / seconds['columns']:.0f} times faster (mapped into memory), ", end="")
+    print(f"with every byte read {seconds['lists'] / seconds['touched']:.1f} times")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
 
