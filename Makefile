@@ -68,8 +68,8 @@ install: $(VENV)/.dev ## everything for development, into .venv
 demo: $(VENV)/.demo ## normalize a real rollout dump, then explain one of its rows
 	@echo; echo '$$ miles-norm normalize $(DUMP) --config $(CONFIG)'
 	@$(BIN)/miles-norm normalize $(DUMP) --config $(CONFIG)
-	@echo; echo '$$ miles-norm explain $(DUMP) --row 12 --config $(CONFIG)'
-	@$(BIN)/miles-norm explain $(DUMP) --row 12 --config $(CONFIG)
+	@echo; echo '$$ miles-norm explain $(DUMP) --row 3 --config $(CONFIG)'
+	@$(BIN)/miles-norm explain $(DUMP) --row 3 --config $(CONFIG)
 	@echo; echo 'Next, a dump of your own (Miles or slime .pt, or .jsonl):'
 	@echo '  $(BIN)/miles-norm normalize YOUR_DUMP.pt --config $(CONFIG) -o advantages.jsonl'
 

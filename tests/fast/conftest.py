@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 # No deadline: the first call into torch is slower than any later one. Batches with many parts are drawn slowly.
 COMMON = {
     "deadline": None,
-    "max_examples": 40,
+    "max_examples": 25,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("dev", print_blob=True, **COMMON)

@@ -73,7 +73,7 @@ def bits(advantages: Tensor) -> list[int]:
 
 
 @every_estimator
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches(THOUSANDTHS))
 def test_advantages_of_a_group_sum_to_zero_over_rollouts(estimator: str, rows: Rows) -> None:
     result = normalized(rows, estimator)
@@ -84,7 +84,7 @@ def test_advantages_of_a_group_sum_to_zero_over_rollouts(estimator: str, rows: R
 
 
 @every_estimator
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches(DYADIC, sizes=(1, 2, 4, 8)), shift=st.integers(-(2**20), 2**20).map(lambda k: k / 8))
 def test_shift(estimator: str, rows: Rows, shift: float) -> None:
     """With a power of two of rollouts the mean is exact too, so not a bit changes."""
@@ -93,7 +93,7 @@ def test_shift(estimator: str, rows: Rows, shift: float) -> None:
 
 
 @every_estimator
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches(DYADIC), shift=st.integers(-(2**20), 2**20).map(lambda k: k / 8))
 def test_shift_with_a_rounded_mean(estimator: str, rows: Rows, shift: float) -> None:
     shifted = replace(rows, reward=tuple(reward + shift for reward in rows.reward))
@@ -102,7 +102,7 @@ def test_shift_with_a_rounded_mean(estimator: str, rows: Rows, shift: float) -> 
 
 
 @every_estimator
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches(), exponent=st.integers(-20, 20))
 def test_scale_by_a_power_of_two(estimator: str, rows: Rows, exponent: int) -> None:
     """With the epsilon scaled along, what is divided by the deviation keeps its bits and the rest is scaled exactly."""
@@ -114,7 +114,7 @@ def test_scale_by_a_power_of_two(estimator: str, rows: Rows, exponent: int) -> N
 
 
 @every_estimator
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches(), data=st.data())
 def test_permuted_rows_permute_the_result(estimator: str, rows: Rows, data: st.DataObject) -> None:
     """Also when the rows of a rollout, or of a group, are no longer adjacent."""
@@ -127,7 +127,7 @@ def test_permuted_rows_permute_the_result(estimator: str, rows: Rows, data: st.D
 
 
 @every_estimator
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches(), data=st.data())
 def test_cutting_rollouts_changes_no_bit(estimator: str, rows: Rows, data: st.DataObject) -> None:
     copies = data.draw(st.lists(st.integers(1, 4), min_size=len(rows), max_size=len(rows)))
@@ -142,7 +142,7 @@ IDS = st.one_of(st.integers(-5, 5), st.integers(2**63, 2**70), st.text(max_size=
 
 
 @every_estimator
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches(), data=st.data())
 def test_renaming_ids_changes_no_bit(estimator: str, rows: Rows, data: st.DataObject) -> None:
     groups, rollouts = sorted(set(rows.group)), sorted(set(rows.rollout))
@@ -160,7 +160,7 @@ def test_renaming_ids_changes_no_bit(estimator: str, rows: Rows, data: st.DataOb
 
 
 @every_estimator
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches())
 def test_a_group_alone_or_in_a_batch(estimator: str, rows: Rows) -> None:
     together = normalized(rows, estimator)
@@ -168,7 +168,7 @@ def test_a_group_alone_or_in_a_batch(estimator: str, rows: Rows) -> None:
         assert bits(normalized(rows.take(members), estimator).advantages) == bits(together.advantages[members])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches())
 def test_samples_and_columns_of_any_kind_agree(rows: Rows) -> None:
     columns = {"group": rows.group, "rollout": rows.rollout, "reward": rows.reward, "trainable_tokens": rows.tokens}
@@ -190,7 +190,7 @@ def test_samples_and_columns_of_any_kind_agree(rows: Rows) -> None:
     assert bits(normalize_rewards(dicts, prompt_group_sizes=sizes).advantages) == expected
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=batches(st.integers(-8, 8).map(lambda k: k / 4)), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_narrow_rewards_are_computed_in_float64(rows: Rows, dtype: torch.dtype) -> None:
     columns = RolloutColumns(

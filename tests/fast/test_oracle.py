@@ -21,13 +21,13 @@ def expected(batch: Batch, config: NormalizationConfig) -> oracle.Answer | str:
         return str(error)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(problems())
 def test_agrees_with_the_oracle(problem: tuple[Batch, NormalizationConfig]) -> None:
     compare(*problem)
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(estimator_problems())
 def test_rarer_estimators_agree_with_the_oracle(problem: tuple[Batch, NormalizationConfig]) -> None:
     event(f"{problem[1].advantage_estimator} {problem[1].options.pass_at_k}, {problem[1].options.whitening}")

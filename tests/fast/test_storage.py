@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=train_data())
 def test_train_data_round_trips(suffix, folder, data):
     path = folder / f"x{suffix}"
@@ -50,7 +50,7 @@ def test_train_data_round_trips(suffix, folder, data):
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(dump=dumps())
 def test_dump_round_trips(suffix, folder, dump):
     write_dump(dump, folder / f"y{suffix}")
