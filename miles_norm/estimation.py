@@ -52,7 +52,7 @@ def _estimate(rewards: RolloutRewards, grouped: GroupedRewards, config: Normaliz
     except (RewardError, GroupingError) as error:
         raise _with_ids(error, index) from None
     if estimator.zero_where_equal:
-        advantages = advantages.masked_fill(statistics.equal[index.rollout_group], 0.0)
+        advantages = advantages.masked_fill(statistics.equal.index_select(0, index.rollout_group), 0.0)
     if config.singleton == "raw":
         advantages = torch.where((statistics.count == 1)[index.rollout_group], rewards.values, advantages)
     options = config.options

@@ -13,7 +13,7 @@ from miles_norm.columns.ids import IdColumn, PairedIds, plain_id
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import GroupingError, format_rows, shown
-from miles_norm.runs import find_runs, number_runs
+from miles_norm.runs import number_rows
 
 __all__ = ["RolloutIndex", "recover_groups"]
 
@@ -45,12 +45,12 @@ class RolloutIndex:
     @property
     def num_rows(self) -> int:
         """N."""
-        return len(self.row_rollout)
+        return self.row_rollout.shape[0]
 
     @property
     def num_rollouts(self) -> int:
         """R."""
-        return len(self.rollout_group)
+        return self.rollout_group.shape[0]
 
     @cached_property
     def row_group(self) -> Tensor:
@@ -140,8 +140,8 @@ def recover_groups(
     rollout = columns.rollout
     if sizes is None and columns.padding is not None and rollout is not None:
         codes = _padding_to_its_rollout(codes, column, columns)
-    runs = find_runs(codes, None if rollout is None else rollout.codes)
-    numbered = number_runs(runs, codes, None if sizes is None else len(sizes))
+    group_count = None if sizes is None else len(sizes)
+    numbered = number_rows(codes, None if rollout is None else rollout.codes, group_count)
     index = RolloutIndex(
         row_rollout=numbered.row_run,
         rollout_group=numbered.run_group,
@@ -277,7 +277,7 @@ def _contradictions(
     guessed = index.group_source in ("fixed_fan_out", "single_group")
     # Padding enters nothing, so it contradicts nothing either.
     real = slice(None) if columns.padding is None else torch.unique(index.row_rollout[~columns.padding])
-    reused = _ids_in_several_groups(index, index.first_row[real])
+    reused = _ids_in_several_groups(index, index.first_row if columns.padding is None else index.first_row[real])
     if reused:
         text = f"an id in several prompt groups counts as different rollouts: {reused}"
         warnings.append(f"the guessed groups contradict the rollout ids: {text}" if guessed else text)
@@ -315,8 +315,9 @@ def _ids_in_several_groups(index: RolloutIndex, first_row: Tensor) -> str:
     """Ids that name rollouts of several groups, in words; empty if there are none."""
     if index.rollout_column is None or index.num_groups < 2:
         return ""
-    codes = index.rollout_column.codes[first_row]
-    if bool((codes[1:] > codes[:-1]).all()):
+    codes = index.rollout_column.codes.index_select(0, first_row)
+    plain = codes.numpy() if codes.device.type == "cpu" else codes
+    if bool((plain[1:] > plain[:-1]).all()):
         return ""
     codes, order = torch.sort(codes, stable=True)
     again = torch.nonzero(codes[1:] == codes[:-1])[:, 0] + 1

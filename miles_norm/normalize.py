@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from miles_norm.columns.rollout_columns import RolloutColumns
@@ -18,11 +18,14 @@ from miles_norm.estimation import rollout_advantages
 from miles_norm.grouping import recover_groups
 from miles_norm.result import Advantages, NormalizedRewards
 from miles_norm.rewards import RolloutRewards, choose_rollout_rewards
+from miles_norm.statistics import SegmentStatistics, plain
 
 __all__ = ["normalize_columns", "normalize_rewards"]
 
 NEARLY_EQUAL = 1e-6
 """A group whose rewards range over less than this share of the largest is reported."""
+
+_DEFAULTS = NormalizationConfig()
 
 logger = logging.getLogger("miles_norm")
 
@@ -80,7 +83,7 @@ def normalize_columns(
 
 def _checked(config: NormalizationConfig | None) -> NormalizationConfig:
     if config is None:
-        return NormalizationConfig()
+        return _DEFAULTS
     if not isinstance(config, NormalizationConfig):
         raise ConfigError(
             "config",
@@ -117,17 +120,16 @@ def _group_warnings(rewards: RolloutRewards, grouped: GroupedRewards, config: No
     statistics, index = grouped.statistics, grouped.index
     warnings = []
     tested = [each for _, each in grouped.components.values()] or [statistics]
-    nearly = [(each.range <= each.largest * NEARLY_EQUAL) & ~each.equal for each in tested]
-    nearly_equal = nearly[0] if len(nearly) == 1 else torch.stack(nearly).any(dim=0)
-    if config.normalizes_groups and bool(nearly_equal.any()):
-        ids = [index.group_ids[group] for group in torch.nonzero(nearly_equal)[:, 0].tolist()]
+    nearly = sorted({group for each in tested for group in _nearly_equal(each)}) if config.normalizes_groups else []
+    if nearly:
+        ids = [index.group_ids[group] for group in nearly]
         warnings.append(
             f"rewards of {format_rows(ids, 'prompt group', 8)} differ by at most {NEARLY_EQUAL:g} of the largest, "
             "which may be rounding; zero_std_tolerance counts them as equal"
         )
-    if not int(rewards.row_tokens.max()):
+    if not int(plain(rewards.row_tokens).max()):
         warnings.append("no row has a trainable token, so nothing will be trained")
-    most = int(statistics.count.max()) if index.num_groups else 0
+    most = int(plain(statistics.count).max()) if index.num_groups else 0
     if most == 0:
         warnings.append("no rollout counts: all advantages are 0")
     elif most == 1 and config.normalizes_groups and index.num_rollouts > 1:
@@ -138,3 +140,13 @@ def _group_warnings(rewards: RolloutRewards, grouped: GroupedRewards, config: No
             f"does {config.group_key!r} name the prompt?"
         )
     return warnings
+
+
+def _nearly_equal(statistics: SegmentStatistics) -> list[int]:
+    """Groups whose values differ, but by no more than rounding might."""
+    nearly = plain(statistics.range) <= plain(statistics.largest) * NEARLY_EQUAL
+    nearly &= ~plain(statistics.equal)
+    groups: list[int] = (
+        nearly.nonzero()[0].tolist() if isinstance(nearly, np.ndarray) else nearly.nonzero()[:, 0].tolist()
+    )
+    return groups

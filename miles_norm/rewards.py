@@ -175,7 +175,7 @@ def _apply_policy(siblings: _Siblings, config: NormalizationConfig) -> tuple[Ten
     speaker: Tensor | None = None
     match config.rollout_reward:
         case "mainstream":
-            speaker, chosen = siblings.mainstream, values[siblings.mainstream]
+            speaker, chosen = siblings.mainstream, values.index_select(0, siblings.mainstream)
             warnings = _disagreements(siblings, chosen)
         case "shared":
             # Within the tolerance siblings may differ: the largest does not depend on their order.
@@ -236,7 +236,7 @@ def _disagreements(siblings: _Siblings, chosen: Tensor) -> tuple[str, ...]:
     index, values, may_speak, tokens = siblings.index, siblings.values, siblings.may_speak, siblings.tokens
     if index.num_rollouts == index.num_rows:
         return ()
-    differs = values != chosen[index.row_rollout]
+    differs = values != chosen.index_select(0, index.row_rollout)
     for component in siblings.components:
         differs |= component != component[siblings.mainstream][index.row_rollout]
     if may_speak is not None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["NumberedRuns", "Runs", "find_runs", "number_runs"]
+__all__ = ["NumberedRuns", "number_rows"]
+
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +39,44 @@ class NumberedRuns:
     num_groups: int
     by_group: Tensor | None
     """int64 ``[R]``: numbers of the runs, group 0 first; None where that is 0, 1, 2, ..."""
+
+
+def number_rows(group: Tensor, rollout: Tensor | None, num_groups: int | None) -> NumberedRuns:
+    """Find and number the rollouts of a batch; ``num_groups`` says that the group codes are 0 to ``num_groups - 1``."""
+    if group.device.type == "cpu":
+        numbered = _ascending_rows(group.numpy(), None if rollout is None else rollout.numpy(), num_groups)
+        if numbered is not None:
+            return numbered
+    return number_runs(find_runs(group, rollout), group, num_groups)
+
+
+def _ascending_rows(group: Array, rollout: Array | None, num_groups: int | None) -> NumberedRuns | None:
+    """The common case, rows in the order of their groups and rollouts, in numpy; None for any other.
+
+    The same as below: on a small batch a call of torch costs more than its arithmetic.
+    """
+    new_group = np.empty(len(group), dtype=bool)
+    new_group[0] = True
+    np.not_equal(group[1:], group[:-1], out=new_group[1:])
+    if rollout is None:
+        start, of_run = np.arange(len(group)), new_group
+        run = start
+    else:
+        new_run = new_group.copy()
+        new_run[1:] |= rollout[1:] != rollout[:-1]
+        start = np.flatnonzero(new_run)
+        of_run, ids = new_group[start], rollout[start]
+        if not ((ids[1:] > ids[:-1]) | of_run[1:]).all():
+            return None
+        run = np.cumsum(new_run)
+        run -= 1
+    codes = group[start[of_run]]
+    if not (codes[1:] > codes[:-1]).all():
+        return None
+    run_group = group[start] if num_groups is not None else np.cumsum(of_run) - 1
+    groups = num_groups if num_groups is not None else len(codes)
+    row_run, of_group, first_row = (torch.from_numpy(part) for part in (run, run_group, start))
+    return NumberedRuns(row_run, of_group, first_row, groups, None)
 
 
 def find_runs(group: Tensor, rollout: Tensor | None) -> Runs:

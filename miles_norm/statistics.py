@@ -10,7 +10,7 @@ one huge segment beside many small ones costs at most twice its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["SegmentStatistics", "segment_statistics"]
+__all__ = ["SegmentStatistics", "plain", "segment_statistics"]
 
 SQUARE_UNDERFLOW = 2.0**-500
 """A range below this cannot be squared in float64, so its values count as equal."""
@@ -52,6 +52,11 @@ class SegmentStatistics:
     """bool: all values are equal, or range over no more than the tolerance; true for a segment of one or none."""
 
 
+def plain(values: Tensor) -> Any:
+    """The numpy view of a tensor on the CPU, where a call costs less; a tensor elsewhere as it is."""
+    return values.numpy() if values.device.type == "cpu" else values
+
+
 def segment_statistics(values: Tensor, count: Tensor, *, ddof: int = 1, tolerance: float = 0.0) -> SegmentStatistics:
     r"""Two-pass statistics of segments that lie one after another in ``values``.
 
@@ -69,13 +74,23 @@ def segment_statistics(values: Tensor, count: Tensor, *, ddof: int = 1, toleranc
     >>> s.mean.tolist(), s.std.tolist(), s.equal.tolist()
     ([2.0, 0.0, 0.7], [2.0, 0.0, 0.0], [False, True, True])
     """
-    total, mean, squares, low, high = _columns(values, count)
+    columns = _columns(values, count)
+    if values.device.type == "cpu":
+        # The same arithmetic by both names; numpy's calls cost less.
+        host = _summary(np, [column.numpy() for column in columns], count.numpy(), ddof, tolerance)
+        return SegmentStatistics(count, *map(torch.from_numpy, host))
+    return SegmentStatistics(count, *_summary(torch, columns, count, ddof, tolerance))
+
+
+def _summary(xp: Any, columns: Sequence[Any], count: Any, ddof: int, tolerance: float) -> tuple[Any, ...]:
+    """Everything but the count, from sums and extremes, in numpy or torch."""
+    total, mean, squares, low, high = columns
     spread = high - low
-    largest = torch.maximum(high, -low)
-    threshold = (largest * tolerance).clamp_(min=SQUARE_UNDERFLOW) if tolerance else SQUARE_UNDERFLOW
-    equal = spread <= threshold
-    std = (squares / (count - ddof).clamp_(min=1)).sqrt_().masked_fill_(equal, 0.0)
-    return SegmentStatistics(count, total, torch.where(spread == 0, low, mean), std, low, high, spread, largest, equal)
+    largest = xp.maximum(high, -low)
+    equal = (spread <= largest * tolerance) | (spread <= SQUARE_UNDERFLOW) if tolerance else spread <= SQUARE_UNDERFLOW
+    std = xp.sqrt(squares / (count - ddof).clip(1))
+    std[equal] = 0.0
+    return total, xp.where(spread == 0, low, mean), std, low, high, spread, largest, equal
 
 
 def _columns(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:

@@ -34,5 +34,5 @@ def grpo_advantages(
     >>> [round(a, 4) for a in grpo_advantages(rewards, torch.zeros(4, dtype=torch.int64), statistics).tolist()]
     [0.866, -0.866, -0.866, 0.866]
     """
-    centred = rewards - statistics.mean[group]
-    return centred if std_epsilon is None else centred / (statistics.std + std_epsilon)[group]
+    centred = rewards - statistics.mean.index_select(0, group)
+    return centred if std_epsilon is None else centred / (statistics.std + std_epsilon).index_select(0, group)

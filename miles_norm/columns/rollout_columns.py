@@ -83,10 +83,10 @@ class RolloutColumns:
         self.rollout = None if rollout is None else encode_ids(rollout, "rollout", rows, device)
         self.adapter = None if adapter is None else encode_ids(adapter, "adapter", rows, device)
         self.trainable_tokens = _token_column(trainable_tokens, rows, device)
-        flags = {"scored": scored, "removed": removed, "truncated": truncated, "padding": padding}
-        self.scored, self.removed, self.truncated, self.padding = (
-            None if flag is None else _flag_column(name, flag, rows, device) for name, flag in flags.items()
-        )
+        self.scored = _flag_column("scored", scored, rows, device)
+        self.removed = _flag_column("removed", removed, rows, device)
+        self.truncated = _flag_column("truncated", truncated, rows, device)
+        self.padding = _flag_column("padding", padding, rows, device)
         self.components: dict[str, Tensor] | None = None
         if components is not None:
             self.components = {name: _reward_column(values).to(device) for name, values in components.items()}
@@ -98,7 +98,7 @@ class RolloutColumns:
         self.notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.reward)
+        return self.reward.shape[0]
 
     def __repr__(self) -> str:
         present = [name for name in self._COLUMNS if getattr(self, name) is not None]
@@ -195,7 +195,9 @@ def _token_column(values: Any, rows: int, device: torch.device) -> Tensor:
     )
 
 
-def _flag_column(name: str, values: Any, rows: int, device: torch.device) -> Tensor:
+def _flag_column(name: str, values: Any, rows: int, device: torch.device) -> Tensor | None:
+    if values is None:
+        return None
     flags = _column(name, values, rows)
     if flags.dtype != torch.bool and not bool(((flags == 0) | (flags == 1)).all()):
         raise SampleError(
