@@ -160,7 +160,7 @@ def _mainstream_rows(index: RolloutIndex, tokens: Tensor, may_speak: Tensor | No
     key = torch.arange(rows - 1, -1, -1, device=tokens.device).add_(tokens << bits)
     if may_speak is not None:
         key.masked_fill_(~may_speak, -1)
-    best = key.new_full((index.num_rollouts,), -1).scatter_reduce_(0, index.row_rollout, key, "amax")
+    best = torch.full((index.num_rollouts,), -1, device=key.device).scatter_reduce_(0, index.row_rollout, key, "amax")
     longest = (rows - 1) - (best & ((1 << bits) - 1))
     if may_speak is None:
         return longest, None

@@ -64,16 +64,16 @@ def _ascending_rows(group: Array, rollout: Array | None, num_groups: int | None)
     else:
         new_run = new_group.copy()
         new_run[1:] |= rollout[1:] != rollout[:-1]
-        start = np.flatnonzero(new_run)
+        start = new_run.nonzero()[0]
         of_run, ids = new_group[start], rollout[start]
         if not ((ids[1:] > ids[:-1]) | of_run[1:]).all():
             return None
-        run = np.cumsum(new_run)
+        run = new_run.cumsum()
         run -= 1
     codes = group[start[of_run]]
     if not (codes[1:] > codes[:-1]).all():
         return None
-    run_group = group[start] if num_groups is not None else np.cumsum(of_run) - 1
+    run_group = group[start] if num_groups is not None else of_run.cumsum() - 1
     groups = num_groups if num_groups is not None else len(codes)
     row_run, of_group, first_row = (torch.from_numpy(part) for part in (run, run_group, start))
     return NumberedRuns(row_run, of_group, first_row, groups, None)

@@ -163,7 +163,7 @@ def _host_block(values: Array, start: Array, count: Array, width: int) -> tuple[
     table[outside] = np.inf
     table.sort(axis=1)
     length = np.maximum(count, 1)
-    low, high = table[:, 0].copy(), np.take_along_axis(table, length[:, None] - 1, 1)[:, 0]
+    low, high = table[:, 0].copy(), table[np.arange(len(count)), length - 1]
     table[outside] = 0.0
     total = _tree_sum(table).copy()
     mean = total / length
