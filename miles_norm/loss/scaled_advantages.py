@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from miles_norm.broadcast import rows_to_tokens
@@ -31,12 +32,11 @@ def scale_advantages(advantages: Tensor, mask: Tensor | Sequence[Any], weights: 
         weights: Of ``loss_weights`` ``[N]``.
 
     Returns:
-        Of the dtype of the advantages: ``[N, T]``, or a list of N tensors.
+        Of the dtype of the advantages, float32 at least since weights are small: ``[N, T]``, or a list of N tensors.
 
     Raises:
         SampleError: another number of weights than rows, or masks that do not fit.
 
-    >>> import torch
     >>> mask = torch.tensor([[1, 1], [1, 0]])
     >>> scale_advantages(torch.tensor([1.0, -1.0]), mask, torch.tensor([0.25, 0.5])).tolist()
     [[0.25, 0.25], [-0.5, 0.0]]
@@ -49,4 +49,4 @@ def scale_advantages(advantages: Tensor, mask: Tensor | Sequence[Any], weights: 
             reason="a weight belongs to a row",
             remedy="pass result.advantages and loss_weights(result, ...)",
         )
-    return rows_to_tokens((advantages * weights).to(advantages.dtype), mask)
+    return rows_to_tokens((advantages * weights).to(torch.promote_types(advantages.dtype, torch.float32)), mask)

@@ -6,12 +6,14 @@ import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import UpdateConfig
+from miles_norm.counting import Exclusion
 from miles_norm.errors import SampleError, format_rows
 from miles_norm.normalize import normalize_columns
 from miles_norm.result import NormalizedRewards
@@ -84,9 +86,10 @@ class UpdatePlan:
             lengths: Tokens of each row, prompt and response ``[N]``.
 
         Raises:
-            SampleError: another number of lengths than rows, or a row longer than the budget; all are named.
+            SampleError: another number of lengths than rows, a length that is not a whole number from 0 on, or a row
+                longer than the budget; all are named.
         """
-        sizes = [int(length) for length in lengths]
+        sizes = _whole_lengths(lengths)
         if len(sizes) != len(self.row_update):
             raise _wrong_lengths("lengths", f"{len(sizes)} lengths for {len(self.row_update)} rows", ())
         budget = self.config.max_tokens_per_gpu
@@ -184,7 +187,8 @@ def _plan_rows(result: NormalizedRewards, config: UpdateConfig, step: int) -> Up
     dropped = _rows_to_drop(result, rows, len(rows) - keep, config.seed)
     gone = torch.zeros(index.num_rows, dtype=torch.bool, device=index.row_rollout.device)
     gone[dropped] = True
-    kept = [row for row in rows if row not in set(dropped)]
+    without = set(dropped)
+    kept = [row for row in rows if row not in without]
     row_update = torch.full_like(index.row_rollout, -1)
     row_update[kept] = torch.arange(len(kept), device=row_update.device) // size
     lost = set(index.row_rollout[dropped].tolist())
@@ -218,7 +222,13 @@ def _normalized_without(result: NormalizedRewards, gone: Tensor) -> NormalizedRe
     sizes = None
     if result.index.group_source in ("prompt_group_sizes", "nesting"):
         sizes = torch.bincount(result.index.row_group, minlength=result.index.num_groups)
-    return normalize_columns(_with_padding(columns, padding), result.config, sizes)
+    left = normalize_columns(_with_padding(columns, padding), result.config, sizes)
+    if result.exclusion is None:
+        return left
+    # What a filter took out is in no update, so it stays out; the first reason that applied stays the reason.
+    if left.exclusion is None:
+        return left.with_exclusion(result.exclusion)
+    return left.with_exclusion(torch.where(result.exclusion == Exclusion.COUNTED, left.exclusion, result.exclusion))
 
 
 def _with_padding(columns: RolloutColumns, padding: Tensor) -> RolloutColumns:
@@ -241,6 +251,16 @@ def _first_fit(rows: list[int], sizes: list[int], budget: int) -> list[list[int]
             batches[fitting].append(row)
             free[fitting] -= sizes[row]
     return batches
+
+
+def _whole_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+    given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    bad = [row for row, length in enumerate(given) if not isinstance(length, Integral) or length < 0]
+    if bad:
+        raise _wrong_lengths(
+            f"length of {format_rows(bad)}", ", ".join(f"row {row}: {given[row]!r}" for row in bad[:10]), bad
+        )
+    return [int(length) for length in given]
 
 
 def _wrong_lengths(subject: str, got: str, rows: Sequence[int]) -> SampleError:

@@ -56,7 +56,7 @@ def loss_weights(result: NormalizedRewards, config: LossConfig | None = None, pl
     """
     config = config or LossConfig()
     if plan is not None:
-        _check_plan(plan, result.index.num_rows)
+        _check_plan(plan, result)
     counts = _Counts(result, config, plan)
     match config.aggregation:
         case "token_mean":
@@ -188,12 +188,17 @@ def _kept_rows(result: NormalizedRewards, plan: UpdatePlan | None) -> Tensor | N
     return reduce(torch.logical_and, parts) if parts else None
 
 
-def _check_plan(plan: UpdatePlan, rows: int) -> None:
-    if len(plan.row_update) != rows:
+def _check_plan(plan: UpdatePlan, result: NormalizedRewards) -> None:
+    rows = result.index.num_rows
+    # Copies of a result share its index; comparing two would wait for the device.
+    same = plan.result.index is result.index
+    if not same and len(plan.row_update) == rows:
+        same = torch.equal(plan.result.index.row_rollout, result.index.row_rollout)
+    if not same:
         raise SampleError(
             "update plan",
-            got=f"a plan for {len(plan.row_update)} rows",
-            expected=f"one for the {rows} rows of the result",
+            got=f"a plan for {len(plan.row_update)} rows and {plan.result.index.num_rollouts} rollouts, not these",
+            expected=f"one for the {rows} rows of the result, which are {result.index.num_rollouts} rollouts",
             reason="the plan says which update each row is in",
             remedy="call plan_updates with this result",
         )

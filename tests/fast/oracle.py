@@ -187,7 +187,7 @@ def refuse_lacking_components(rows: list[Row], config: Any) -> None:
 def parts(row: Row, config: Any) -> tuple[Number, ...]:
     """The reward components of a row, None where it lacks one, 0 where an unscored row counts as 0."""
     names = config.options.gdpo_components
-    if row["reward"] is None and config.missing_reward == "zero":
+    if weighted_sum(row, config) is None and config.missing_reward == "zero":  # None, or a dict with none of them
         return (0.0,) * len(names)
     return tuple(component(row, name) for name in names)
 

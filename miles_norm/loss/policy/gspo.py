@@ -9,7 +9,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 from miles_norm.loss.policy.clip import check_clip, pessimistic
-from miles_norm.loss.tokens import extreme_metrics, log_ratio_of, mean_metrics, spread_rows, trained_values
+from miles_norm.loss.tokens import extreme_metrics, log_ratio_of, mean_metrics, trained_values, wrong_shape
 from miles_norm.result import NormalizedRewards
 
 __all__ = ["Sequences", "gspo_loss", "rollout_sequences", "row_sequences", "sequence_log_ratio"]
@@ -37,10 +37,17 @@ def row_sequences(mask: Tensor, rows: Tensor | None = None, num_rows: int | None
         rows: The row of each packed token ``[T]`` (``row_of_tokens``).
         num_rows: Rows of the packed tokens.
 
+    Raises:
+        SampleError: packed tokens without ``rows`` or ``num_rows``, or an index of another shape.
+
     >>> row_sequences(torch.tensor([[1, 1, 0], [1, 0, 0]])).tokens.tolist()
     [2, 1]
     """
     keep = (mask != 0).to(torch.int64)
+    if rows is None and mask.ndim != 2:
+        raise wrong_shape("mask", mask, "[N, T], or packed [T] together with rows and num_rows")
+    if rows is not None and (mask.ndim != 1 or rows.shape != mask.shape or num_rows is None):
+        raise wrong_shape("row index", rows, f"the row of each packed token of {list(mask.shape)}, and num_rows")
     if rows is None:
         return Sequences(torch.arange(len(mask), device=mask.device), keep.sum(dim=-1), complete=True)
     return Sequences(rows, keep.new_zeros(num_rows or 0).index_add_(0, rows, keep), complete=True)
@@ -139,6 +146,9 @@ def gspo_loss(
         if not sequences.complete:
             _check_complete(mask, sequences)
         log_ratio = sequence_log_ratio(log_probs, old_log_probs, mask, sequences)
+    _check_index(sequences.index, policy)
+    if log_ratio.shape != sequences.tokens.shape:
+        raise wrong_shape("log_ratio", log_ratio, f"one for each of the {len(sequences.tokens)} sequences")
     mean = log_ratio.detach().to(policy)[sequences.index.to(policy.device)]
     mean = log_ratio_of(mean[:, None] if policy.ndim == 2 else mean, torch.zeros_like(policy))
     ratio = (mean + policy - policy.detach()).exp()
@@ -151,9 +161,13 @@ def _sums(values: Tensor, sequences: Sequences) -> Tensor:
     """Sums over the tokens of each sequence."""
     per_index = values.sum(dim=-1) if values.ndim == 2 else values
     index = sequences.index.to(values.device)
-    if index.shape != per_index.shape:
-        spread_rows(index, values, None if values.ndim == 2 else index)  # says which shape would fit
+    _check_index(index, values)
     return per_index.new_zeros(len(sequences.tokens)).index_add_(0, index, per_index)
+
+
+def _check_index(index: Tensor, tokens: Tensor) -> None:
+    if index.shape != tokens.shape[:1]:
+        raise wrong_shape("sequence index", index, f"the sequence of each row or packed token of {list(tokens.shape)}")
 
 
 def _check_complete(mask: Tensor, sequences: Sequences) -> None:

@@ -149,8 +149,16 @@ def test_half_precision_is_computed_in_float32() -> None:
         (lambda x: clipped_loss(x, x, x[0], x), r"advantages\n.*shape \[2\]"),
         (lambda x: clipped_loss(x, x, x, x[0]), r"mask\n.*shape \[2\]"),
         (lambda x: kl_loss(x, x[:, :1], x), r"reference_log_probs\n.*shape \[2, 1\]"),
-        (lambda x: gspo_loss(x, x, x, x, Sequences(torch.zeros(3, dtype=torch.int64), torch.ones(1))), "row values"),
-        (lambda x: gspo_loss(x[0], x[0], x[0], x[0], Sequences(torch.tensor([0]), torch.ones(1))), "row index"),
+        (
+            lambda x: gspo_loss(x, x, x, x, Sequences(torch.zeros(3, dtype=torch.int64), torch.ones(1))),
+            "sequence index",
+        ),
+        (lambda x: gspo_loss(x[0], x[0], x[0], x[0], Sequences(torch.tensor([0]), torch.ones(1))), "sequence index"),
+        (lambda x: gspo_loss(x, x, x, x, Sequences(torch.tensor([0]), torch.ones(1), torch.ones(1))), "sequence index"),
+        (lambda x: gspo_loss(x, x, x, x, Sequences(torch.tensor([0, 0]), torch.ones(1), torch.ones(2))), "log_ratio"),
+        (lambda x: row_sequences(x[0]), r"mask\n"),
+        (lambda x: row_sequences(x[0], torch.tensor([0, 1])), "row index"),
+        (lambda x: row_sequences(x[0], torch.tensor([0]), 1), "row index"),
     ],
 )
 def test_other_shapes_are_refused(call: Callable[[Tensor], object], message: str) -> None:

@@ -150,3 +150,36 @@ def test_scaled_advantages_need_one_weight_per_row() -> None:
         scale_advantages(torch.ones(2), torch.ones(2, 4), torch.ones(3))
     with pytest.raises(SampleError, match=r"shape \[2, 4\]"):
         scale_advantages(torch.ones(2, 4), torch.ones(2, 4), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("ends", "tokens"), [([0, 2000, 10], 10), ([0, 5, 2], 2), ([0, 2, 5], 4), ([0, 2, 5], 6), ([1, 2], 2), ([], 0)]
+)
+def test_ends_that_do_not_fit_the_tokens_are_refused(ends: list[int], tokens: int) -> None:
+    with pytest.raises(SampleError, match=rf"cu_seqlens\n.*for {tokens} tokens\n.*rising from 0 to {tokens}"):
+        row_of_tokens(torch.tensor(ends, dtype=torch.int32), tokens)
+
+
+def test_rows_without_a_token_and_no_rows_at_all() -> None:
+    assert row_of_tokens(torch.tensor([0, 0, 1, 1, 3, 3], dtype=torch.int32), 3).tolist() == [1, 3, 3]
+    assert row_of_tokens(torch.tensor([0]), 0).tolist() == []
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (3, 2), ()])
+def test_weights_that_are_not_one_per_row_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(SampleError, match="row values"):
+        reduce_token_losses(torch.ones(3, 2), torch.ones(shape), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([0.0, 0.0, 1.0]), torch.tensor([True, False, True])])
+def test_a_row_index_of_another_type_is_refused(rows: torch.Tensor) -> None:
+    with pytest.raises(SampleError, match="row index"):
+        reduce_token_losses(torch.ones(3), torch.ones(2), torch.ones(3), rows=rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
+def test_small_weights_survive_advantages_of_a_coarse_type(dtype: torch.dtype) -> None:
+    scaled = scale_advantages(torch.tensor([1, -1], dtype=dtype), torch.ones(2, 1), torch.tensor([2e-8, 0.25]))
+    assert isinstance(scaled, torch.Tensor)
+    assert scaled.dtype == torch.float32
+    assert scaled.flatten().tolist() == pytest.approx([2e-8, -0.25], rel=1e-6)

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weight_oracle import Rows, row_batches, update_configs
 
-from miles_norm import NormalizationConfig, RolloutColumns, UpdateConfig, normalize_columns, plan_updates
+from miles_norm import (
+    FilterConfig,
+    NormalizationConfig,
+    RolloutColumns,
+    UpdateConfig,
+    filter_rollouts,
+    normalize_columns,
+    plan_updates,
+)
 from miles_norm.errors import ConfigError, SampleError
 from miles_norm.loss import UpdatePlan
 from miles_norm.result import NormalizedRewards
@@ -167,6 +175,26 @@ def test_drop_first_leaves_padding_out() -> None:
     assert made.result.advantages[4:].tolist() == [0.0] * 4
 
 
+def test_drop_first_keeps_what_a_filter_took_out() -> None:
+    # Group 0 has two rollouts with equal rewards, group 1 three; its filtered rollouts stay out whichever row goes.
+    columns = RolloutColumns(
+        group=[0, 0, 1, 1, 1],
+        rollout=[0, 1, 2, 3, 4],
+        reward=[1, 1, 1, 0, 1],
+        trainable_tokens=[10] * 5,
+        truncated=[False, False, False, False, True],
+    )
+    wanted = FilterConfig(truncated_rollouts=True, zero_variance_groups=True)
+    result, _ = filter_rollouts(normalize_columns(columns), wanted)
+    made = plan(result, unit="rows", rows_per_update=1, max_updates=1, order="drop_first")
+    assert result.exclusion is not None
+    assert made.result.exclusion is not None
+    assert result.counted_rollouts.tolist() == [False, False, True, True, False]
+    assert made.result.counted_rollouts.tolist() == [made.updates == [[rollout]] for rollout in range(5)]
+    assert made.result.advantages[[0, 1, 4]].tolist() == [0.0] * 3
+    assert made.result.exclusion[[0, 1, 4]].tolist() == result.exclusion[[0, 1, 4]].tolist()
+
+
 def test_drop_first_keeps_the_groups_that_sizes_made() -> None:
     columns = RolloutColumns(group=None, rollout=ROLLOUTS, reward=REWARDS, trainable_tokens=[10] * 8)
     result = normalize_columns(columns, NormalizationConfig(), [4, 4])
@@ -255,3 +283,11 @@ def test_the_report_names_updates_and_what_is_in_none() -> None:
 def test_contradicting_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         UpdateConfig(**settings)
+
+
+@pytest.mark.parametrize("length", [5.9, -1, "3", float("nan"), float("inf"), None])
+@pytest.mark.parametrize("budget", [None, 5])
+def test_micro_batches_refuse_lengths_that_are_none(length: Any, budget: int | None) -> None:
+    made = plan(rollouts_per_update=2, max_tokens_per_gpu=budget)
+    with pytest.raises(SampleError, match=r"length of rows 1, 6\n"):
+        made.micro_batches([1, length, 1, 1, 1, 1, length, 1])

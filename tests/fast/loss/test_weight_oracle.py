@@ -67,8 +67,13 @@ def test_a_plan_for_another_batch_is_refused() -> None:
         RolloutColumns(group=[0] * n, rollout=[0] * n, reward=[1.0] * n, trainable_tokens=[1] * n) for n in (2, 3)
     ]
     two, three = map(normalize_columns, columns)
-    with pytest.raises(SampleError, match=r"a plan for 2 rows\n.*one for the 3 rows of the result"):
+    with pytest.raises(SampleError, match=r"a plan for 2 rows .*\n.*one for the 3 rows of the result"):
         loss_weights(three, plan=plan_updates(two))
+    other = RolloutColumns(group=[0] * 3, rollout=[0, 0, 1], reward=[1.0] * 3, trainable_tokens=[1] * 3)
+    with pytest.raises(SampleError, match=r"3 rows and 1 rollouts, not these\n.*3 rows of the result, which are 2"):
+        loss_weights(normalize_columns(other), plan=plan_updates(three))
+    # Made anew over the same rows, a result still fits.
+    assert loss_weights(normalize_columns(columns[1]), plan=plan_updates(three)).sum() > 0
 
 
 MASKS = [[1, 0, 1], [1, 1], [0, 0], [1, 1, 1]]
