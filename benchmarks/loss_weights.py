@@ -12,19 +12,17 @@ mode that sees every operation whose result the host reads; without a plan there
 import argparse
 import json
 import platform
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from normalize import FAN_OUT, best
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from miles_norm import LossConfig, RolloutColumns, UpdateConfig, loss_weights, normalize_columns, plan_updates
 from miles_norm.result import NormalizedRewards
 
-FAN_OUT = {1: 0.36, 2: 0.22, 3: 0.18, 4: 0.13, 5: 0.11}  # 36% of rollouts have a single row, the mean is 2.41
 CONFIGS = {
     "token_mean": LossConfig(aggregation="token_mean"),
     "sample_mean": LossConfig(aggregation="sample_mean"),
@@ -140,16 +138,6 @@ def tensor_loop(result: NormalizedRewards, config: LossConfig) -> torch.Tensor:
             if tokens[row] > 0:
                 weights[row] = 1.0 / (divisor * total).double()
     return weights
-
-
-def best(call: Callable[[], object], seconds: float = 1.0) -> float:
-    call()
-    times: list[float] = []
-    while (sum(times) < seconds and len(times) < 300) or len(times) < 3:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def compare(result: NormalizedRewards, name: str, config: LossConfig) -> dict[str, Any]:

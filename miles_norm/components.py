@@ -11,7 +11,7 @@ from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, format_rows
 from miles_norm.grouping import RolloutIndex
-from miles_norm.rewards import FLOAT32_MAX, RolloutRewards, read_components
+from miles_norm.rewards import FLOAT32_MAX, RolloutRewards, read_components, scored_rows
 from miles_norm.statistics import SegmentStatistics, segment_statistics
 
 __all__ = ["group_components"]
@@ -34,10 +34,8 @@ def group_components(
     """
     if config.advantage_estimator != "gdpo" or not config.normalizes_groups or rewards.speaker is None:
         return {}
-    unscored = ~torch.isfinite(columns.reward)
-    if columns.scored is not None:
-        unscored |= ~columns.scored
-    _check(columns, ~unscored if columns.padding is None else ~(unscored | columns.padding), config)
+    scored = scored_rows(columns)
+    _check(columns, scored if columns.padding is None else scored & ~columns.padding, config)
     read = read_components(columns, config)
     components = {}
     for name in config.options.gdpo_components:

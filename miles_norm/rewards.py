@@ -13,7 +13,7 @@ from miles_norm.errors import DisagreeingRewardsError, MissingRewardError, Rewar
 from miles_norm.grouping import RolloutIndex
 from miles_norm.statistics import segment_statistics
 
-__all__ = ["FLOAT32_MAX", "RolloutRewards", "any_row", "choose_rollout_rewards", "read_components"]
+__all__ = ["FLOAT32_MAX", "RolloutRewards", "any_row", "choose_rollout_rewards", "read_components", "scored_rows"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -91,9 +91,7 @@ def _scored_values(columns: RolloutColumns, config: NormalizationConfig) -> tupl
     low, high = (float(x) for x in torch.aminmax(reward))  # NaN if any is NaN
     if low >= -FLOAT32_MAX and high <= FLOAT32_MAX and columns.scored is None:
         return reward, None
-    scored = torch.isfinite(reward)
-    if columns.scored is not None:
-        scored &= columns.scored
+    scored = scored_rows(columns)
     _check_magnitude(reward, scored if columns.padding is None else scored & ~columns.padding)
     if config.missing_reward == "zero":
         return torch.where(scored, reward, 0.0), None
@@ -221,13 +219,17 @@ def _fold(siblings: _Siblings, fold: str) -> tuple[Tensor, Tensor]:
     return statistics.mean if fold == "mean" else statistics.total, complete
 
 
+def scored_rows(columns: RolloutColumns) -> Tensor:
+    """bool ``[N]``: the row has a finite reward and is not marked as unscored."""
+    finite = torch.isfinite(columns.reward)
+    return finite if columns.scored is None else finite & columns.scored
+
+
 def read_components(columns: RolloutColumns, config: NormalizationConfig) -> dict[str, Tensor]:
     """Float64 ``[N]`` per component that is normalized alone; 0 on unscored rows under ``missing_reward="zero"``."""
     if columns.components is None or config.missing_reward != "zero":
         return columns.components or {}
-    scored = torch.isfinite(columns.reward)
-    if columns.scored is not None:
-        scored &= columns.scored
+    scored = scored_rows(columns)
     return {name: torch.where(scored, column, 0.0) for name, column in columns.components.items()}
 
 
