@@ -1,0 +1,1 @@
+"""Session v2: conversation trees, and the training rows they become."""
