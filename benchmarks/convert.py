@@ -1,7 +1,7 @@
 """How fast do samples become train data? Ratios against a plain conversion to a dict of lists, measured in this run.
 
-    python benchmarks/convert.py            2,500 rows of 8,192 tokens, about a minute, 2 GB
-    python benchmarks/convert.py --short    250 rows of 2,048 tokens
+    python benchmarks/convert.py            2,500 responses of 8,192 tokens, about a minute, 2 GB
+    python benchmarks/convert.py --short    250 responses of 2,048 tokens
     python benchmarks/convert.py --json F   the figures to a file as well
 
 The plain conversion does what trainers do: a row's reward is looked up per rollout (the sibling with the most trainable
@@ -35,21 +35,22 @@ from miles_norm.storage import read_train_data, write_train_data
 FAN_OUT = (1, 2, 3, 4, 5)
 FAN_OUT_SHARES = (0.36, 0.22, 0.18, 0.13, 0.11)
 ROLLOUTS_PER_GROUP = 8
+PROMPT = 1_024
 CONFIG = NormalizationConfig(advantage_estimator="grpo")
 
 
-def make_samples(rows: int, tokens: int, kind: str, seed: int = 0) -> list[Sample]:
-    """Rows of one length, three quarters of it response; 60% of the response is trainable.
+def make_samples(rows: int, response: int, kind: str, seed: int = 0) -> list[Sample]:
+    """Prompts of 1,024 tokens and responses of one length, in which turns of 200 and observations of 130 alternate.
 
+    Their lengths are uniform from nearly nothing to twice the mean, so that about 60% of the response is trainable.
     ``kind`` is "lists", "arrays" (one per row) or "views" (of one array per field).
     """
     rng = np.random.default_rng(seed)
     fan_out = rng.choice(FAN_OUT, p=FAN_OUT_SHARES, size=rows)
     rollout = np.repeat(np.arange(rows), fan_out)[:rows].tolist()
     reward = rng.random(rows)
-    response = tokens * 3 // 4
-    ids = rng.integers(0, 150_000, (rows, tokens))
-    masks = (rng.random((rows, response)) < 0.6).astype(np.uint8)
+    ids = rng.integers(0, 150_000, (rows, PROMPT + response))
+    masks = turns(rng, rows, response)
     log_probs = rng.random((rows, response), dtype=np.float32) - 1
     give = {"lists": np.ndarray.tolist, "arrays": np.ndarray.copy, "views": lambda row: row}[kind]
     return [
@@ -68,9 +69,18 @@ def make_samples(rows: int, tokens: int, kind: str, seed: int = 0) -> list[Sampl
     ]
 
 
-def payload(rows: int, tokens: int) -> int:
+def turns(rng: np.random.Generator, rows: int, response: int) -> np.ndarray[Any, Any]:
+    """Loss masks ``[rows, response]``: turns are 1, observations are 0."""
+    pairs = rows * response // 330 + 1000
+    lengths = np.stack([rng.integers(20, 381, pairs), rng.integers(20, 241, pairs)], axis=1).ravel()
+    return (
+        np.repeat(np.arange(len(lengths)) % 2 == 0, lengths)[: rows * response].reshape(rows, response).view(np.uint8)
+    )
+
+
+def payload(rows: int, response: int) -> int:
     """Bytes of the arrays: int64 ids, uint8 masks and float32 log-probs."""
-    return rows * (8 * tokens + 5 * (tokens * 3 // 4))
+    return rows * (8 * (PROMPT + response) + 5 * response)
 
 
 def plain_rewards(samples: list[Sample]) -> list[float]:
@@ -140,9 +150,9 @@ def best(*calls: Callable[[], object], seconds: float = 4.0) -> list[float]:
     return [min(of_call) for of_call in times]
 
 
-def _peak(rows: int, tokens: int, kind: str, queue: "multiprocessing.Queue[float]") -> None:
+def _peak(rows: int, response: int, kind: str, queue: "multiprocessing.Queue[float]") -> None:
     ours(make_samples(100, 16, kind))  # load everything that is loaded on first use
-    samples = make_samples(rows, tokens, kind)
+    samples = make_samples(rows, response, kind)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak to what is resident now
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -150,26 +160,25 @@ def _peak(rows: int, tokens: int, kind: str, queue: "multiprocessing.Queue[float
     assert len(data) == rows
     lines = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    queue.put((peak - before) / payload(rows, tokens))
+    queue.put((peak - before) / payload(rows, response))
 
 
-def peak_share(rows: int, tokens: int, kind: str) -> float:
+def peak_share(rows: int, response: int, kind: str) -> float:
     context = multiprocessing.get_context("spawn")
     queue: multiprocessing.Queue[float] = context.Queue()
-    process = context.Process(target=_peak, args=(rows, tokens, kind, queue))
+    process = context.Process(target=_peak, args=(rows, response, kind, queue))
     process.start()
     value = queue.get(timeout=300)
     process.join()
     return value
 
 
-def decoding(rows: int, tokens: int) -> dict[str, float]:
+def decoding(rows: int, response: int) -> dict[str, float]:
     """Seconds to decode train data from safetensors: to columns, to columns of which every byte is read, to lists."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.safetensors"
-        write_train_data(ours(make_samples(rows, tokens, "views")), path)
+        write_train_data(ours(make_samples(rows, response, "views")), path)
         fields = ("tokens", "loss_masks", "rollout_log_probs")
-        # Half of a row's tokens are its response, so these sums touch all that was written.
         columns, touched, lists = best(
             lambda: [read_train_data(path)[name].values for name in fields],
             lambda: [read_train_data(path)[name].values.sum() for name in fields],
@@ -183,13 +192,13 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="smaller sizes, a few seconds")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    rows, tokens = (250, 2_048) if options.short else (2_500, 8_192)
+    rows, response = (250, 2_048) if options.short else (2_500, 8_192)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, Python {platform.python_version()}")
     check_same(make_samples(100, 1_500, "lists"))
-    samples = make_samples(rows, tokens, "lists")
+    samples = make_samples(rows, response, "lists")
     plain, from_lists = best(lambda: plain_conversion(samples), lambda: ours(samples))
-    figures: dict[str, Any] = {"rows": rows, "tokens_per_row": tokens, "plain_ms": plain * 1e3}
-    print(f"{rows} rows of {tokens} tokens, fan-out {', '.join(map(str, FAN_OUT))}")
+    figures: dict[str, Any] = {"rows": rows, "response_tokens": response, "plain_ms": plain * 1e3}
+    print(f"{rows} rows with a response of {response} tokens, fan-out {', '.join(map(str, FAN_OUT))}")
     print(f"{'conversion':<16} {'ms':>8} {'us/row':>7} {'x faster':>9}  peak extra memory")
     print(f"{'plain, lists':<16} {plain * 1e3:>8.1f} {plain / rows * 1e6:>7.2f} {'1':>9}")
     for kind in ("lists", "arrays", "views"):
@@ -197,20 +206,20 @@ def main() -> None:
             own = from_lists
         else:
             samples = []  # before the next ones are made
-            samples = make_samples(rows, tokens, kind)
+            samples = make_samples(rows, response, kind)
             own = best(functools.partial(ours, samples))[0]
         figures[kind] = {"ms": own * 1e3, "times_faster": plain / own}
         memory = ""
         if kind != "lists":
             assert np.shares_memory(ours(samples)["tokens"].row(0), samples[0].tokens)
             if sys.platform == "linux":
-                figures[kind]["peak_share_of_payload"] = peak_share(rows, tokens, kind)
+                figures[kind]["peak_share_of_payload"] = peak_share(rows, response, kind)
                 memory = f"{figures[kind]['peak_share_of_payload']:.2%} of the payload"
         print(f"{'ours, ' + kind:<16} {own * 1e3:>8.1f} {own / rows * 1e6:>7.2f} {plain / own:>9.1f}  {memory}")
     rows = 50 if options.short else 500
-    seconds = decoding(rows, tokens)
+    seconds = decoding(rows, response)
     figures["decoding_s"] = seconds
-    print(f"decoding {rows} rows of {tokens} tokens from safetensors to lists takes {seconds['lists'] * 1e3:.1f} ms;")
+    print(f"decoding {rows} rows from safetensors to lists takes {seconds['lists'] * 1e3:.1f} ms;")
     print(f"  to columns it is {seconds['lists'] / seconds['columns']:.0f} times faster (mapped into memory), ", end="")
     print(f"with every byte read {seconds['lists'] / seconds['touched']:.1f} times")
     if options.json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import ge
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -149,6 +151,8 @@ def _response_lengths(given: list[Any], masks: list[Any]) -> list[int]:
 
 
 def _check_tokens(tokens: list[Any], lengths: list[int]) -> None:
+    if NoneType not in set(map(type, tokens)) and all(map(ge, map(len, tokens), lengths)):
+        return
     bad = [n for n, (row, length) in enumerate(zip(tokens, lengths, strict=True)) if row is None or len(row) < length]
     if bad:
         sizes = ["no tokens" if tokens[n] is None else f"{len(tokens[n])} tokens" for n in bad[:10]]
@@ -166,7 +170,7 @@ def _check_tokens(tokens: list[Any], lengths: list[int]) -> None:
 
 def _check_lengths(name: str, values: list[Any], lengths: Sequence[int]) -> None:
     """Refuse values of another length; None is no value."""
-    if not any(value is None for value in values) and list(map(len, values)) == lengths:
+    if NoneType not in set(map(type, values)) and list(map(len, values)) == lengths:
         return
     bad = [
         n
@@ -210,7 +214,9 @@ def _final_masks(masks: list[Any], lengths: list[int], result: NormalizedRewards
     """The masks that are trained: ones where there is none, zeros on rows whose tokens were taken away."""
     given = result.columns.trainable_tokens
     emptied = torch.nonzero((given > 0) & ~result.trained_rows)[:, 0].tolist()
-    final = [[1] * length if mask is None else mask for mask, length in zip(masks, lengths, strict=True)]
+    final = list(masks)
+    if NoneType in set(map(type, masks)):
+        final = [[1] * length if mask is None else mask for mask, length in zip(masks, lengths, strict=True)]
     for row in emptied:
         final[row] = _zeros_like(final[row])
     return final
@@ -236,9 +242,13 @@ def _optional_columns(field: Callable[[str], list[Any]], tokens: list[Any], leng
     # A row without images or without a recorded version is no mistake.
     for name, empty in (("multimodal_train_inputs", None), ("weight_versions", [])):
         values = field(name)
+        if set(map(type, values)) == {NoneType}:
+            continue
         if any(value is not None and (name != "weight_versions" or len(value)) for value in values):
             columns[name] = [empty if value is None else value for value in values]
-    metadata = [entry if isinstance(entry, dict | Mapping) else {} for entry in field("metadata")]
+    metadata = field("metadata")
+    if set(map(type, metadata)) != {dict}:
+        metadata = [entry if isinstance(entry, Mapping) else {} for entry in metadata]
     present = set().union(*metadata)
     for name in METADATA_FIELDS:
         if name not in present:
@@ -250,8 +260,11 @@ def _optional_columns(field: Callable[[str], list[Any]], tokens: list[Any], leng
 
 
 def _on_all_rows(name: str, values: list[Any]) -> bool:
-    lacking = [n for n, value in enumerate(values) if value is None]
-    if lacking and len(lacking) < len(values):
+    kinds = set(map(type, values))
+    if NoneType not in kinds:
+        return True
+    if len(kinds) > 1:
+        lacking = [n for n, value in enumerate(values) if value is None]
         raise SampleError(
             f"{name} of {format_rows(lacking)}",
             got=f"None, while {len(values) - len(lacking)} other rows have it",
@@ -260,7 +273,7 @@ def _on_all_rows(name: str, values: list[Any]) -> bool:
             remedy="set it on every row, or clear it on all",
             rows=lacking,
         )
-    return not lacking
+    return False
 
 
 def _adapters(field: Callable[[str], list[Any]], metadata: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,10 @@ def encode_ids(values: Any, name: str, rows: int, device: torch.device | None = 
         values = values.tolist()
     values = list(values)
     check_length(name, (len(values),), rows)
-    ids = values if set(map(type, values)) <= {int, str, type(None)} else _plain_ids(values, name)
+    kinds = set(map(type, values))
+    if kinds == {int} and min(values) in _INT64 and max(values) + rows in _INT64:
+        return IdColumn(torch.from_numpy(np.array(values, dtype=np.int64)).to(device or "cpu"))
+    ids = values if kinds <= {int, str, NoneType} else _plain_ids(values, name)
     missing = [value is None for value in ids]
     known: list[Any] = [value for value in ids if value is not None]
     labels: tuple[Hashable, ...] | None = None

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["count_byte_masks", "count_mask", "counted"]
+__all__ = ["count_mask", "count_masks", "counted"]
 
 _SHORT = 1024
 """Below this length two calls of ``list.count`` are faster than a buffer."""
+
+_NDIM, _DTYPE = attrgetter("ndim"), attrgetter("dtype")
 
 _ROWS_AT_A_TIME = 32
 """Masks that are checked in one call; of these a copy is made."""
@@ -77,19 +81,35 @@ def count_mask(mask: Any) -> int:
     raise TypeError(f"of type {type(mask).__name__}")
 
 
-def count_byte_masks(masks: Sequence[Any]) -> list[int] | None:
-    """``count_mask`` for many masks at once; None if one is no array of bool or uint8, or not all entries are 0 or 1.
+def count_masks(masks: Sequence[Any]) -> list[int] | None:
+    """``count_mask`` for many masks at once: all lists of small integers, or all arrays of bool or uint8.
 
-    Entries are checked some rows at a time, which spares a call per row and keeps the copy small.
+    Entries are checked some rows at a time, which spares calls per row and keeps the copy small.
+
+    Returns:
+        None if the masks are of another kind, or not all entries are 0 or 1.
     """
-    if set(map(type, masks)) != {np.ndarray} or not {mask.dtype.char for mask in masks} <= {"?", "B"}:
-        return None
-    if any(mask.ndim != 1 for mask in masks):
-        return None
-    for first in range(0, len(masks), _ROWS_AT_A_TIME):
-        if np.concatenate(masks[first : first + _ROWS_AT_A_TIME]).max(initial=0) > 1:
+    kinds = set(map(type, masks))
+    if kinds == {np.ndarray}:
+        if set(map(_NDIM, masks)) != {1} or not set(map(_DTYPE, masks)) <= {np.dtype(bool), np.dtype(np.uint8)}:
             return None
-    return list(map(np.count_nonzero, masks))
+    elif kinds != {list}:
+        return None
+    counts: list[int] = []
+    for first in range(0, len(masks), _ROWS_AT_A_TIME):
+        rows = masks[first : first + _ROWS_AT_A_TIME]
+        if kinds == {list}:
+            try:
+                together = np.frombuffer(b"".join(map(bytearray, rows)), np.uint8)
+            except (TypeError, ValueError):
+                return None
+        else:
+            together = np.concatenate(rows)
+        if together.max(initial=0) > 1:
+            return None
+        ends = accumulate(map(len, rows), initial=0)
+        counts.extend(int(np.count_nonzero(together[start:end])) for start, end in pairwise(ends))
+    return counts
 
 
 def _count_array(mask: np.ndarray[Any, Any]) -> int:

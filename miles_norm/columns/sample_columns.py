@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from miles_norm.columns.ids import plain_id
-from miles_norm.columns.masks import count_byte_masks, count_mask, counted
+from miles_norm.columns.masks import count_mask, count_masks, counted
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.columns.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 from miles_norm.config import NormalizationConfig
@@ -95,14 +97,14 @@ def _columns(
     rollouts, collisions = _rollout_ids(field("rollout_id"), field("index"), rollout_lists)
     removed, padding = _flags("remove_sample", field("remove_sample")), _flags("is_padding", field("is_padding"))
     status, adapters = _statuses(field("status")), field("adapter")
-    if any(value is not None for value in adapters):
+    if set(map(type, adapters)) != {NoneType}:
         adapters = [_adapter_name(value) for value in adapters]
     groups = _group_ids(field, config.group_key)
     given = field("reward")
     components = reward_components(given, config, padding) if config.options.gdpo_components else None
     reward = read_rewards(given, config, padding) if components is None else weighted_sum(components, config)
     columns = RolloutColumns(
-        group=groups if any(value is not None for value in groups) else None,
+        group=None if set(map(type, groups)) == {NoneType} else groups,
         rollout=rollouts,
         reward=as_float64(reward, config, padding),
         trainable_tokens=_trainable_tokens(field("loss_mask"), field("response_length"), padding),
@@ -110,7 +112,7 @@ def _columns(
         removed=removed if any(removed) else None,
         truncated=[value == "truncated" for value in status] if "truncated" in status else None,
         padding=padding if any(padding) else None,
-        adapter=adapters if any(value is not None for value in adapters) else None,
+        adapter=None if set(map(type, adapters)) == {NoneType} else adapters,
         components=components,
     )
     columns.nested_sizes, columns.status, columns.id_collisions = sizes, status, collisions
@@ -120,6 +122,8 @@ def _columns(
 
 
 def _without_id(rollouts: list[Hashable], padding: list[bool]) -> list[str]:
+    if NoneType not in set(map(type, rollouts)):
+        return []
     lacking = [row for row, value in enumerate(rollouts) if value is None and not padding[row]]
     if not lacking:
         return []
@@ -128,6 +132,8 @@ def _without_id(rollouts: list[Hashable], padding: list[bool]) -> list[str]:
 
 
 def _masks_of_another_length(masks: list[Any], lengths: list[Any]) -> list[str]:
+    if NoneType not in set(map(type, masks)) and set(map(type, lengths)) == {int} and list(map(len, masks)) == lengths:
+        return []
     pairs = enumerate(zip(masks, lengths, strict=True))
     rows = [row for row, (mask, length) in pairs if mask is not None and type(length) is int and len(mask) != length]
     return [f"loss_mask of {format_rows(rows)} has another length than response_length"] if rows else []
@@ -144,9 +150,9 @@ def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] 
     if isinstance(samples, str | bytes | Mapping) or not isinstance(samples, Iterable):
         raise _not_rows("samples", type(samples).__name__, ())
     outer = list(samples)
-    inner = [isinstance(item, list | tuple) for item in outer]
-    if not any(inner):
+    if not any(issubclass(kind, list | tuple) for kind in set(map(type, outer))):
         return outer, None, None
+    inner = [isinstance(item, list | tuple) for item in outer]
     if not all(inner):
         flat = [i for i, nested in enumerate(inner) if not nested]
         raise SampleError(
@@ -214,10 +220,11 @@ def row_field(rows: list[Any], name: str) -> list[Any]:
 
 
 def row_fields(rows: list[Any]) -> Callable[[str], list[Any]]:
-    """``row_field`` for several fields of the same rows: what kind of rows they are is found out once."""
+    """``row_field`` for several fields of the same rows, each of them read once; the lists are not to be changed."""
     kinds = set(map(type, rows))
     dicts = [issubclass(kind, dict) for kind in kinds]
 
+    @cache
     def field(name: str) -> list[Any]:
         if all(dicts):
             return [row.get(name) for row in rows]
@@ -247,6 +254,8 @@ def _rollout_ids(
 ) -> tuple[list[Hashable], tuple[tuple[int, int], ...]]:
     """Rollout id of each row, and pairs of rows that share one although their own ``index`` differs."""
     explicit, index = _plain(explicit), _plain(index)
+    if lists is None and set(map(type, explicit)) == {NoneType}:
+        return index, ()
     ids = [i if e is None else e for e, i in zip(explicit, index, strict=True)]
     if lists is not None:
         return [i if n is None else RolloutList(n) for i, n in zip(ids, lists, strict=True)], ()
@@ -262,7 +271,7 @@ def _rollout_ids(
 
 
 def _plain(values: list[Any]) -> list[Any]:
-    return values if set(map(type, values)) <= {int, str, type(None)} else [plain_id(value) for value in values]
+    return values if set(map(type, values)) <= {int, str, NoneType} else [plain_id(value) for value in values]
 
 
 def _flags(name: str, values: list[Any]) -> list[bool]:
@@ -271,8 +280,9 @@ def _flags(name: str, values: list[Any]) -> list[bool]:
     Raises:
         SampleError: anything else than a bool, 0 or 1; all rows are named.
     """
-    if set(map(type, values)) <= {bool, type(None)}:
-        return [bool(value) for value in values]
+    kinds = set(map(type, values))
+    if kinds <= {bool, NoneType}:
+        return values if NoneType not in kinds else list(map(bool, values))
     flags = [plain_id(value) for value in values]
     known = [(row, flag) for row, flag in enumerate(flags) if flag is not None]
     bad = [row for row, flag in known if type(flag) not in (bool, int) or flag not in (0, 1)]
@@ -293,7 +303,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _statuses(values: list[Any]) -> list[str | None]:
-    if set(map(type, values)) <= {str, type(None)}:
+    if set(map(type, values)) <= {str, NoneType}:
         known = {value: _status(value) for value in set(values)}
         return [known[value] for value in values]
     return [_status(value) for value in values]
@@ -314,7 +324,7 @@ def _adapter_name(value: Any) -> Hashable:
 
 
 def _trainable_tokens(masks: list[Any], lengths: list[Any], padding: list[bool]) -> list[int]:
-    counts: list[int] | None = count_byte_masks(masks)
+    counts: list[int] | None = count_masks(masks)
     if counts is not None:
         return counts
     counts = []

@@ -93,7 +93,9 @@ def read_rewards(values: list[Any], config: NormalizationConfig, padding: list[b
 def as_float64(numbers: list[Any], config: NormalizationConfig, padding: list[bool]) -> np.ndarray[Any, Any]:
     """Numbers as a float64 column, NaN where there is none."""
     try:
-        return np.array([math.nan if value is None else value for value in numbers], dtype=np.float64)
+        if set(map(type, numbers)) != {float}:
+            numbers = [math.nan if value is None else value for value in numbers]
+        return np.array(numbers, dtype=np.float64)
     except OverflowError:
         rows = [row for row, value in enumerate(numbers) if value is not None and abs(value) > 2**1000]
         if all(padding[row] for row in rows):  # padding enters nothing

@@ -60,6 +60,8 @@ def list_dtype(rows: Sequence[Any], declared: torch.dtype) -> torch.dtype:
     Raises:
         SampleError: arrays of a dtype that torch lacks; all rows are named.
     """
+    if set(map(type, rows)) <= {list, tuple, bytes, bytearray}:
+        return declared
     try:
         found = set(map(_DTYPE, rows))
     except AttributeError:

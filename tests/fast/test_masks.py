@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_norm.columns.masks import count_byte_masks, count_mask
+from miles_norm.columns.masks import count_mask, count_masks
 from miles_norm.columns.sample_columns import columns_from_samples, row_field
 from miles_norm.errors import SampleError
 
@@ -81,9 +81,17 @@ def test_refuses_what_is_no_mask(mask: Any, error: type[Exception], text: str) -
         count_mask(mask)
 
 
-def test_many_byte_masks_at_once() -> None:
-    masks = [np.array([1, 0, 1], dtype=np.uint8), np.zeros(0, dtype=np.uint8), np.array([True, True])] * 30
-    assert count_byte_masks(masks) == [count_mask(mask) for mask in masks] == [2, 0, 2] * 30
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [np.array([1, 0, 1], dtype=np.uint8), np.zeros(0, dtype=np.uint8), np.array([True, True])],
+        [[1, 0, 1], [], [True, 1]],
+    ],
+    ids=["arrays", "lists"],
+)
+def test_many_masks_at_once(masks: list[Any]) -> None:
+    masks = masks * 30
+    assert count_masks(masks) == [count_mask(mask) for mask in masks] == [2, 0, 2] * 30
 
 
 @pytest.mark.parametrize(
@@ -100,8 +108,14 @@ def test_many_byte_masks_at_once() -> None:
 )
 def test_other_masks_are_left_to_the_one_that_names_rows(odd: Any) -> None:
     byte = np.ones(3, dtype=np.uint8)
-    assert count_byte_masks([byte, odd]) is None
-    assert count_byte_masks([byte] * 40 + [odd]) is None
+    assert count_masks([byte, odd]) is None
+    assert count_masks([byte] * 40 + [odd]) is None
+
+
+@pytest.mark.parametrize("odd", [[0, 2], [1, -1], [0, 256], [1.0], [[1]], ["1"], (1, 0), None])
+def test_other_lists_too(odd: Any) -> None:
+    assert count_masks([[1, 0], odd]) is None
+    assert count_masks([[1, 0]] * 40 + [odd]) is None
 
 
 def test_byte_masks_with_other_entries_are_errors_that_name_the_row() -> None:

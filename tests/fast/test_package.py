@@ -45,6 +45,8 @@ ROOMS = (
     "filters",
     "loss",
     "conversion",
+    "session",
+    "integrations",
     "cli",
 )
 CORE = ROOMS[: ROOMS.index("conversion") + 1]
