@@ -139,7 +139,7 @@ def test_a_multi_lora_step_goes_through_the_reward_hook_or_the_full_conversion()
 
 
 def test_equal_rewards_are_exactly_zero_where_float32_leaves_a_residue() -> None:
-    """The intended difference of docs/integrations/miles.md: upstream's float32 rule gives 0.056 for seven times 0.7."""
+    """The intended difference of docs/integrations/miles.md: float32 gives 0.056 for seven times 0.7."""
     rewards = torch.full((7,), 0.7)
     residue = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     assert residue.abs().max() == pytest.approx(0.056, abs=0.001)
