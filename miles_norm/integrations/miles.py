@@ -27,6 +27,7 @@ from miles_norm.integrations.miles_checks import (
     warn_of_trainers_without_mask_sums,
 )
 from miles_norm.integrations.miles_flags import LOSS_CONFIG_VARIABLE, loss_settings, normalization_settings
+from miles_norm.loss.tokens import trained_values
 from miles_norm.normalize import normalize_rewards
 from miles_norm.train_data import TrainData
 
@@ -155,7 +156,7 @@ def pg_loss_reducer(
                 reason="with context parallelism a rank has a part of each response, and the masks of all of it",
                 remedy="use this reducer without context parallelism",
             )
-        return (losses * mask).sum() / divisor
+        return trained_values(losses, mask)[0].sum() / divisor
 
     return reduce
 

@@ -133,3 +133,11 @@ class SlimeSample(Methods):
     non_generation_time: float = 0.0
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+
+def prompt_group(*rewards: Any, kind: Any = MilesSample, **fields: Any) -> list[Any]:
+    """One rollout per reward, each with a prompt of one token and a response of two."""
+    return [
+        kind(group_index=0, index=n, reward=reward, tokens=[7, 8, 9], response_length=2, **fields)
+        for n, reward in enumerate(rewards)
+    ]

@@ -3,8 +3,7 @@
 import copy
 import dataclasses
 from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -38,12 +37,6 @@ def args_of(**flags: Any) -> Namespace:
     return Namespace(**{**DEFAULTS, **flags})
 
 
-def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(text, encoding="utf-8")
-    monkeypatch.setenv("MILES_NORM_CONFIG", str(path))
-
-
 @pytest.mark.parametrize(("name", "fields"), [(name, 29) for name in MILES_DUMPS] + [("slime_dump.pt", 30)])
 def test_stand_ins_write_the_dumps_that_they_read(name: str, fields: int) -> None:
     assert len(dataclasses.fields(KINDS[name])) == fields
@@ -69,11 +62,11 @@ def test_rewards_are_those_of_miles(
     version: str,
     variant: str,
     upstream: dict[str, Any],
-    tmp_path: Path,
+    settings: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the multi-LoRA dump Miles used the recorded group sizes; the hook has the adapters."""
-    settings_file(tmp_path, monkeypatch, f"rollout_reward: {POLICY[version]}")
+    settings(f"rollout_reward: {POLICY[version]}")
     args = args_of(**VARIANTS[variant])
     if "raises" in upstream:
         with pytest.raises(DisagreeingRewardsError, match=r"rollout 1: rows 2, 3, 4, 5 have rewards 1, 0, 0.25, 0.5"):
