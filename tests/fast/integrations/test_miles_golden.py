@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from golden_dumps import GOLDEN, LAYOUT, POLICY, VARIANTS, dump_of
-from trainer_samples import MilesSample, SlimeSample
+from trainer_samples import MilesSample, SlimeSample, prompt_group
 
 from miles_norm import convert_samples_to_train_data as full_conversion
-from miles_norm.errors import ConfigError, DisagreeingRewardsError
+from miles_norm.errors import ConfigError, DisagreeingRewardsError, MissingRewardError
 from miles_norm.integrations.miles import convert_samples_to_train_data, post_process_rewards
 
 MILES_DUMPS = ["miles_session_v2.pt", "miles_mainstream.pt", "miles_multi_lora.pt"]
@@ -138,6 +138,21 @@ def test_equal_rewards_are_exactly_zero_where_float32_leaves_a_residue() -> None
     assert residue.abs().max() == pytest.approx(0.056, abs=0.001)
     samples = [MilesSample(group_index=0, index=n, reward=0.7, response_length=1) for n in range(7)]
     assert post_process_rewards(args_of(), samples)[1] == [0.0] * 7
+
+
+def test_an_unscored_row_is_an_error_that_names_all_rows() -> None:
+    with pytest.raises(MissingRewardError, match=r"reward of rows 1, 2\n  got:      row 1: None, status pending"):
+        post_process_rewards(args_of(), prompt_group(1.0, None, None))
+
+
+def test_one_id_in_two_groups_is_two_rollouts() -> None:
+    """As rollouts of two prompts: rewards 1, 0 and 0, 1 are each their own group of two, with ids of their own."""
+    samples = prompt_group(1.0, 0.0) + prompt_group(0.0, 1.0)
+    samples[2].group_index = samples[3].group_index = 1
+    args = args_of(grpo_std_normalization=False)
+    assert post_process_rewards(args, samples)[1] == [0.5, -0.5, -0.5, 0.5]
+    data = convert_samples_to_train_data(args, samples)
+    assert (data["rollout_ids"], data["rollout_mask_sums"]) == ([0, 1, 2, 3], [2, 2, 2, 2])
 
 
 def test_what_the_trainer_does_next_works() -> None:
