@@ -1,6 +1,6 @@
-"""Drop-ins for Agent Lightning's advantages per rollout and what its loss divides by; it is not imported, nor is verl.
+"""Agent Lightning's rollouts as train data, and drop-ins for its advantages and for what its loss divides by.
 
-Two assignments before training starts put them in place:
+Neither it nor verl is imported. Two assignments before training starts put the drop-ins in place:
 
     from agentlightning.verl import trainer
     from miles_norm.integrations import agent_lightning
@@ -11,7 +11,7 @@ Two assignments before training starts put them in place:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -20,12 +20,19 @@ from torch import Tensor
 
 from miles_norm.columns.ids import IdColumn, encode_ids
 from miles_norm.columns.rollout_columns import RolloutColumns
-from miles_norm.config import NormalizationConfig
+from miles_norm.config import LossConfig, NormalizationConfig
+from miles_norm.conversion import convert_samples_to_train_data
 from miles_norm.errors import ConfigError, SampleError, format_rows
 from miles_norm.normalize import normalize_columns
 from miles_norm.result import NormalizedRewards
+from miles_norm.session.trace import TraceLevel, trace_rows
+from miles_norm.train_data import TrainData
 
-__all__ = ["compute_rollout_level_advantage", "normalize_advantages_by_rollout"]
+__all__ = [
+    "compute_rollout_level_advantage",
+    "convert_rollouts_to_train_data",
+    "normalize_advantages_by_rollout",
+]
 
 Ids = Sequence[Any] | np.ndarray[Any, Any]
 
@@ -40,6 +47,37 @@ _ESTIMATORS: Final = {
 
 _CLOSE: Final = 1e-5
 """How far sibling rows' rewards may differ, relative to the largest: what upstream allows as well."""
+
+
+def convert_rollouts_to_train_data(
+    rollouts: Iterable[Any],
+    config: NormalizationConfig | None = None,
+    *,
+    level: TraceLevel = "trajectory",
+    loss_config: LossConfig | None = None,
+) -> TrainData:
+    """Train data of ``CompletedRollout`` objects, or of the dicts of their JSON, for a trainer of one's own.
+
+    Args:
+        rollouts: As the rollout manager returns them; read by ``miles_norm.session.trace``, which decides what is a
+            row, and never changed.
+        config: Defaults to ``NormalizationConfig()``. Upstream's ``reward_fillna_value`` of 0 for a ``final_reward`` of
+            None is ``missing_reward="zero"``.
+        level: Of Agent Lightning's ``trace_aggregator``.
+        loss_config: For the column ``weights``; upstream's is ``LossConfig(divisor="trained_rows")``.
+
+    Raises:
+        MilesNormError: whatever ``trace_rows`` and ``convert_samples_to_train_data`` raise.
+
+    >>> def rollout(name, reward, *calls):
+    ...     triplets = [{"prompt": {"token_ids": p}, "response": {"token_ids": r}} for p, r in calls]
+    ...     return {"rollout_id": name, "data_id": "d", "final_reward": reward, "triplets": triplets}
+    >>> rollouts = [rollout("a", 1.0, ([1], [2]), ([1, 2, 3], [4])), rollout("b", 0.0, ([1], [5]), ([6], [7]))]
+    >>> data = convert_rollouts_to_train_data(rollouts, NormalizationConfig(advantage_estimator="dr_grpo"))
+    >>> data["tokens"].tolists(), data["rewards"].tolist(), data["rollout_mask_sums"].tolist()
+    ([[1, 2, 3, 4], [1, 5], [6, 7]], [0.5, -0.5, -0.5], [2, 2, 2])
+    """
+    return convert_samples_to_train_data(trace_rows(rollouts, level).samples, config, loss_config=loss_config)
 
 
 def normalize_advantages_by_rollout(

@@ -46,6 +46,7 @@ ROOMS = (
     "loss",
     "conversion",
     "session",
+    "integrations",
     "cli",
 )
 CORE = ROOMS[: ROOMS.index("conversion") + 1]

@@ -1,16 +1,22 @@
 """Agent Lightning's two functions: golden numbers at both trace levels, the rule row by row, and what is refused."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from golden_dumps import AGENT_LIGHTNING
+from golden_dumps import AGENT_LIGHTNING, DATA
 from torch import Tensor
 
-from miles_norm.errors import ConfigError, DisagreeingRewardsError, GroupingError, SampleError
-from miles_norm.integrations.agent_lightning import compute_rollout_level_advantage, normalize_advantages_by_rollout
+from miles_norm import LossConfig, NormalizationConfig
+from miles_norm.errors import ConfigError, DisagreeingRewardsError, GroupingError, MissingRewardError, SampleError
+from miles_norm.integrations.agent_lightning import (
+    compute_rollout_level_advantage,
+    convert_rollouts_to_train_data,
+    normalize_advantages_by_rollout,
+)
 
 LEVELS = ["transition", "trajectory"]
 
@@ -96,6 +102,22 @@ class TestGolden:
         for settings in ({"num_trained_rows": len(ids), "divisor": "rollouts"}, {}):
             scaled = normalize_advantages_by_rollout(torch.ones(mask.shape), mask, ids, **settings)
             assert float((scaled * mask).sum()) == pytest.approx(1.0, rel=1e-6)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_train_data_of_its_rollouts(self, level: str) -> None:
+        """The same eight rollouts as the rollout manager returned them; the one without a reward counts as 0."""
+        golden = AGENT_LIGHTNING[level]
+        data = convert_rollouts_to_train_data(
+            json.loads((DATA / "agl_rollouts.json").read_text(encoding="utf-8")),
+            NormalizationConfig(missing_reward="zero", grpo_std_normalization=False),
+            level=level,  # type: ignore[arg-type]
+            loss_config=LossConfig(divisor="trained_rows"),
+        )
+        assert [sum(mask) for mask in data["loss_masks"].tolists()] == golden["response_mask_sums"]
+        assert data["rewards"].tolist() == golden["rollout_level_advantage_grpo_std_off"]["row_advantage"]
+        assert data["weights"].tolist() == pytest.approx(golden["row_weight_per_token"], rel=1e-6)
+        with pytest.raises(MissingRewardError, match="reward of row"):
+            convert_rollouts_to_train_data(json.loads((DATA / "agl_rollouts.json").read_text(encoding="utf-8")))
 
 
 def divided_row_by_row(advantages: Tensor, mask: Tensor, ids: Sequence[Any], count: int) -> Tensor:
