@@ -1,4 +1,4 @@
-"""What Miles' and slime's flags and the settings files beside them say; what the hooks refuse of it."""
+"""The settings of Miles' and slime's hooks: the trainer's flags, and a file beside them."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ def normalization_settings(args: Any) -> NormalizationConfig:
     path = os.environ.get(CONFIG_VARIABLE)
     file = NormalizationConfig.read_yaml(path) if path else {}
     _refuse_conflicts(flags, file, path)
-    ours = {
-        name: _AS_GRPO.get(value, value) if name == "advantage_estimator" else value for name, value in flags.items()
-    }
-    config = NormalizationConfig(**{**ours, **file})
+    if (named := flags.get("advantage_estimator")) in _AS_GRPO:
+        flags["advantage_estimator"] = _AS_GRPO[named]
+    config = NormalizationConfig(**{**flags, **file})
     if config.options.whitening != "none":
         raise ConfigError(
             f"options.whitening in {path}",

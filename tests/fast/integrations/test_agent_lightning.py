@@ -227,6 +227,22 @@ class TestAdvantages:
         ):
             advantages_of(batch_of(**ROWS, uids=list("pppq")), compute_advantage_fn=growing)
 
+    def test_an_estimators_value_for_a_rollout_without_tokens_is_not_looked_at(self) -> None:
+        def undefined(batch: Batch, **_: Any) -> Batch:
+            mask = batch.batch["response_mask"]
+            batch.batch["advantages"] = torch.where(mask.any(dim=1, keepdim=True), 3.0, torch.nan).expand(mask.shape)
+            return batch
+
+        batch = batch_of(**{**ROWS, "tokens": [2, 3, 0, 2]}, uids=list("pppq"))
+        advantages = advantages_of(batch, compute_advantage_fn=undefined)
+        assert advantages.tolist() == [[3, 3, 0], [3, 3, 3], [0, 0, 0], [3, 3, 0]]
+
+    def test_rewards_are_added_in_float64(self) -> None:
+        """256 + 1 is 256 in bfloat16, which would leave nothing to tell the rollouts apart."""
+        batch = batch_of([2, 2], [0.0, 0.0], ["a", "b"], ["p", "p"])
+        batch.batch["token_level_rewards"] = torch.tensor([[256.0, 1.0], [256.0, 0.0]], dtype=torch.bfloat16)
+        assert advantages_of(batch, norm_adv_by_std_in_grpo=False)[:, 0].tolist() == [0.5, -0.5]
+
     def test_a_rollout_without_tokens_counts(self) -> None:
         rows = {**ROWS, "tokens": [2, 3, 0, 2]}
         advantages = advantages_of(batch_of(**rows, uids=list("pppq")), norm_adv_by_std_in_grpo=False)

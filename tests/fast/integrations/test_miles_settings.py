@@ -75,6 +75,10 @@ class TestSettings:
         with pytest.raises(ConfigError, match=text):
             normalization_settings(Namespace(advantage_estimator=flag))
 
+    def test_the_advantages_of_cispo_are_those_of_grpo(self, settings: Any) -> None:
+        settings("advantage_estimator: grpo")
+        assert normalization_settings(Namespace(advantage_estimator="cispo")).advantage_estimator == "grpo"
+
     @pytest.mark.parametrize(("flag", "ours"), [("cispo", "grpo"), ("rloo", "rloo"), ("ppo", "ppo")])
     def test_flags_alone(self, flag: str, ours: str) -> None:
         assert normalization_settings(Namespace(advantage_estimator=flag)).advantage_estimator == ours

@@ -171,11 +171,15 @@ class TestWarnings:
             "1 of 3 rows are left out of the train data, those of rollout 1; 2 rollouts are left"
         ]
 
-    def test_padding_leaves_the_train_data(self) -> None:
+    @pytest.mark.parametrize("index", [1, 7])
+    def test_padding_leaves_the_train_data(self, index: int, caplog: pytest.LogCaptureFixture) -> None:
+        """A copy of a row of rollout 1, or one with an id of its own, which the trainer would count as a rollout."""
         rows = samples(1.0, 0.0, 0.0)
-        rows[2].index, rows[2].is_padding = 7, True
-        args = Namespace(advantage_estimator="grpo", grpo_std_normalization=False)
-        assert convert_samples_to_train_data(args, rows)["rollout_ids"] == [0, 1]
+        rows[2].index, rows[2].is_padding = index, True
+        args = Namespace(advantage_estimator="grpo", grpo_std_normalization=False, global_batch_size=2)
+        with caplog.at_level(logging.WARNING, "miles_norm"):
+            assert convert_samples_to_train_data(args, rows)["rollout_ids"] == [0, 1]
+        assert caplog.messages[-1].startswith("1 of 3 rows are left out of the train data")
 
     def test_a_batch_of_which_nothing_counts_is_an_error(self, settings: Any) -> None:
         settings("zero_variance_groups: drop_from_loss")
