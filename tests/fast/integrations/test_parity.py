@@ -1,13 +1,13 @@
 """One batch through every integration that is installed, and the page that shows it."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from doc_scripts import imported
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/integrations/parity.md").read_text(encoding="utf-8")
@@ -15,19 +15,13 @@ PAGE = (ROOT / "docs/integrations/parity.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module", name="parity")
 def fixture_parity() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("parity", ROOT / "docs/integrations/parity.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "parity", module)  # data classes look their module up by name
-        spec.loader.exec_module(module)
+    with imported(ROOT / "docs/integrations/parity.py") as module:
         yield module
 
 
 def test_every_installed_integration_gives_the_same(parity: ModuleType) -> None:
     batch = parity.ragged_batch()
-    installed = [i for i in parity.INTEGRATIONS if i.package is None or importlib.util.find_spec(i.package)]
+    installed = [i for i in parity.INTEGRATIONS if i.package is None or find_spec(i.package)]
     assert len(installed) >= 6
     reference, *others = [integration.run(batch) for integration in installed]
     for outcome in others:
