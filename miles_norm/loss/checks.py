@@ -16,9 +16,12 @@ from torch import Tensor
 from miles_norm.errors import SampleError, format_rows, shown
 
 __all__ = [
+    "FLOATS",
+    "WHOLE",
     "check_type",
     "checked_index",
     "described",
+    "is_dense",
     "is_number",
     "is_whole",
     "number_pair",
@@ -28,7 +31,12 @@ __all__ = [
     "wrong_tensor",
 ]
 
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What log-probs and losses may be; token ids, which are whole numbers, are none."""
+
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""What indices may be; torch would take a bool, and a uint8 too, for a mask."""
+
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -38,12 +46,12 @@ def on_cpu(tensor: Tensor) -> bool:
 
 
 def is_whole(value: Any, low: int = 0) -> bool:
-    """A whole number from ``low`` on, Python's or numpy's; True and 2.0 are none.
+    """A whole number from ``low`` on that int64 can hold, Python's or numpy's; True and 2.0 are none.
 
     >>> is_whole(3), is_whole(True), is_whole(2.0), is_whole(0, low=1)
     (True, False, False, False)
     """
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= low
+    return not isinstance(value, bool) and isinstance(value, Integral) and low <= int(value) < 2**63
 
 
 def is_number(value: Any, low: float) -> bool:
@@ -66,14 +74,25 @@ def number_pair(value: Any, low: float) -> tuple[float, float] | None:
     return None
 
 
+def is_dense(value: Any) -> bool:
+    """A tensor of real numbers that has an entry in every place: neither sparse nor nested.
+
+    >>> is_dense(torch.ones(2)), is_dense(torch.ones(2).to_sparse()), is_dense([1.0])
+    (True, False, False)
+    """
+    plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+    return plain and not value.is_complex()
+
+
 def described(value: object) -> str:
     """Type, shape and device of a tensor, or the type of anything else.
 
     >>> described(torch.zeros(2, 3)), described([0.5])
     ('torch.float32 of shape [2, 3] on cpu', 'a value of type list')
     """
-    if isinstance(value, Tensor):
-        return f"{value.dtype} of shape {list(value.shape)} on {value.device}"
+    if isinstance(value, Tensor) and not value.is_nested:
+        sparse = "" if value.layout == torch.strided else f", {value.layout}"
+        return f"{value.dtype} of shape {list(value.shape)} on {value.device}{sparse}"
     return f"a value of type {type(value).__name__}"
 
 
@@ -104,7 +123,7 @@ def wrong_tensor(name: str, value: object, expected: str) -> SampleError:
     )
 
 
-def whole_tensor(name: str, tensor: object, expected: str) -> Tensor:
+def whole_tensor(name: str, tensor: Any, expected: str) -> Tensor:
     """A one-dimensional tensor of whole numbers as int64.
 
     Raises:
@@ -113,9 +132,10 @@ def whole_tensor(name: str, tensor: object, expected: str) -> Tensor:
     >>> whole_tensor("row index", torch.tensor([0, 1], dtype=torch.uint8), "the row of each token")
     tensor([0, 1])
     """
-    if not isinstance(tensor, Tensor) or tensor.ndim != 1 or tensor.dtype not in _WHOLE:
+    if not is_dense(tensor) or tensor.ndim != 1 or tensor.dtype not in WHOLE:
         raise wrong_tensor(name, tensor, f"whole numbers: {expected}")
-    return tensor.detach().to(torch.int64)
+    whole: Tensor = tensor.detach().to(torch.int64)
+    return whole
 
 
 def checked_index(name: str, index: object, size: int, expected: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from miles_norm.columns.masks import count_mask
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import LossConfig
 from miles_norm.errors import SampleError, format_rows, shown
-from miles_norm.loss.checks import described, is_whole
+from miles_norm.loss.checks import described, is_dense, is_whole
 from miles_norm.loss.weights import loss_weights
 from miles_norm.normalize import normalize_columns
 
@@ -66,10 +67,10 @@ def _tokens(masks: Any) -> Tensor:
     entries = entries_of(masks)
     if not entries:
         raise _bad_masks("no rows" if entries == [] else described(masks), [])
-    if all(map(is_whole, entries)):
-        large = [row for row, count in enumerate(entries) if count >= 2**31]
-        if large:
-            raise _bad_masks(", ".join(shown(entries[row]) for row in large[:10]), large)
+    if all(isinstance(count, Integral) and not isinstance(count, bool) for count in entries):
+        bad = [row for row, count in enumerate(entries) if not (is_whole(count) and count < 2**31)]
+        if bad:
+            raise _bad_masks(", ".join(shown(entries[row]) for row in bad[:10]), bad)
         return torch.tensor(entries, dtype=torch.int64)
     counts, bad, said = [], [], ""
     for row, mask in enumerate(entries):
@@ -86,10 +87,10 @@ def _tokens(masks: Any) -> Tensor:
 
 def _tokens_of_tensor(masks: Tensor) -> Tensor:
     """Counts ``[N]`` as they are, for the columns to check; sums of padded masks ``[N, T]``."""
+    if masks.ndim > 2 or not is_dense(masks):
+        raise _bad_masks(described(masks), [])
     if masks.ndim == 1:
         return masks
-    if masks.ndim > 2:
-        raise _bad_masks(described(masks), [])
     bad = torch.nonzero(((masks != 0) & (masks != 1)).any(dim=1))[:, 0].tolist()
     if bad:
         raise _bad_masks("entries other than 0 and 1", bad)
@@ -100,7 +101,7 @@ def _bad_masks(got: str, rows: list[int]) -> SampleError:
     return SampleError(
         f"loss mask of {format_rows(rows)}" if rows else "loss masks",
         got=got,
-        expected="a padded tensor [N, T], N one-dimensional masks of 0 and 1, or N token counts below 2**31",
+        expected="a padded tensor [N, T], N one-dimensional masks of 0 and 1, or N token counts from 0 to 2**31 - 1",
         reason="a weight is one over a number of trainable tokens",
         remedy="pass the rows' loss masks; for a row without one, ones of its response length",
         rows=rows,

@@ -9,8 +9,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from miles_norm.errors import SampleError, format_rows
-from miles_norm.loss.checks import checked_index, is_whole, on_cpu, whole_tensor, wrong_tensor
+from miles_norm.errors import SampleError, format_rows, shown
+from miles_norm.loss.checks import FLOATS, WHOLE, checked_index, is_dense, is_whole, on_cpu, whole_tensor, wrong_tensor
 
 __all__ = [
     "check_tokens",
@@ -25,9 +25,11 @@ __all__ = [
 LIMIT = 20.0
 """Log-ratios beyond this are cut off: e^20 is 4.9e8, and an exponential that overflows makes every gradient NaN."""
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PER_ROW = ("advantages", "weights", "log_ratio")
 """Tensors that may also be ``[N, 1]``, one value for a row of padded tokens."""
+
+_DTYPES = {"mask": (torch.bool, *WHOLE, *FLOATS), "advantages": (*WHOLE, *FLOATS), "weights": (*WHOLE, *FLOATS)}
+"""What else than floating-point numbers a tensor may hold."""
 
 
 def row_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -46,11 +48,11 @@ def row_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """
     ends = whole_tensor("cu_seqlens", cu_seqlens, "where each row begins, and where the last one ends [N + 1]")
     if not is_whole(num_tokens):
-        raise _wrong_ends("num_tokens", f"{num_tokens!r:.60}", "the length of the packed tokens, a whole number")
+        raise _wrong_ends("num_tokens", shown(num_tokens), "the length of the packed tokens, a whole number")
     if not len(ends) or (on_cpu(ends) and not _rise(ends, num_tokens)):
-        shown = f"{ends[:10].tolist()}{', ...' if len(ends) > 10 else ''}" if len(ends) else "no end"
+        first = f"{ends[:10].tolist()}{', ...' if len(ends) > 10 else ''}" if len(ends) else "no end"
         expected = f"where each row begins, rising from 0 to {num_tokens}"
-        raise _wrong_ends("cu_seqlens", f"{shown} for {num_tokens} tokens", expected)
+        raise _wrong_ends("cu_seqlens", f"{first} for {num_tokens} tokens", expected)
     # Not repeat_interleave: with an output_size that the lengths do not add up to it writes past its memory.
     tokens = torch.arange(num_tokens, device=ends.device)
     return torch.bucketize(tokens, ends[1:], right=True)
@@ -76,7 +78,7 @@ def check_tokens(name: str, tokens: Tensor) -> None:
     Raises:
         SampleError: another type, dtype or number of dimensions.
     """
-    if not isinstance(tokens, Tensor) or tokens.ndim not in (1, 2) or tokens.dtype not in _FLOATS:
+    if not is_dense(tokens) or tokens.ndim not in (1, 2) or tokens.dtype not in FLOATS:
         raise wrong_tensor(name, tokens, "floating-point numbers, padded [N, T] or packed [T]")
 
 
@@ -87,7 +89,7 @@ def spread_rows(values: Tensor, tokens: Tensor, rows: Tensor | None) -> Tensor:
         SampleError: the tokens are not ``[N, T]`` and no row index is given, or the index does not fit them. Its range
             is checked on the CPU; on another device it is left to torch's own assertion in the kernel.
     """
-    if not isinstance(values, Tensor) or values.ndim != 1:
+    if not is_dense(values) or values.ndim != 1:
         raise wrong_tensor("row values", values, "one value for each row, [N]")
     values = values.to(tokens.device)
     if rows is None:
@@ -119,10 +121,11 @@ def trained_values(mask: Tensor, **tensors: Tensor) -> list[Tensor]:
     check_tokens(name, first)
     per_row = (len(first), 1) if first.ndim == 2 else None
     for other, tensor in {"mask": mask, **tensors}.items():
-        fits = isinstance(tensor, Tensor) and not tensor.is_complex() and tensor.device == first.device
+        dtypes = _DTYPES.get(other, FLOATS)
+        fits = is_dense(tensor) and tensor.device == first.device and tensor.dtype in dtypes
         if not fits or (tensor.shape != first.shape and not (other in _PER_ROW and tuple(tensor.shape) == per_row)):
-            expected = f"real numbers on {first.device} with the shape of {name}, {list(first.shape)}"
-            raise wrong_tensor(other, tensor, expected)
+            kind = "numbers" if other in _DTYPES else "floating-point numbers"
+            raise wrong_tensor(other, tensor, f"{kind} on {first.device} with the shape of {name}, {list(first.shape)}")
     dtype = torch.promote_types(first.dtype, torch.float32)
     values = {other: tensor.to(dtype) for other, tensor in tensors.items()}
     keep = mask != 0

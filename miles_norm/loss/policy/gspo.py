@@ -7,6 +7,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows, shown
 from miles_norm.grouping import RolloutIndex
+from miles_norm.loss.checks import on_cpu
 from miles_norm.loss.policy.clip import checked_clip, pessimistic
 from miles_norm.loss.policy.sequences import Sequences, checked_sequences
 from miles_norm.loss.tokens import check_tokens, extreme_metrics, log_ratio_of, mean_metrics, trained_values
@@ -89,7 +90,7 @@ def gspo_loss(
     sequences = checked_sequences(sequences, log_probs)
     if sequences.log_ratio is None:
         log_ratio = sequence_log_ratio(log_probs, old_log_probs, mask, sequences)
-        if not sequences.complete:
+        if not sequences.complete or on_cpu(mask):
             _check_complete(mask, sequences)
     else:
         log_ratio = sequences.log_ratio.detach().to(log_probs.device)
@@ -123,7 +124,7 @@ def _check_complete(mask: Tensor, sequences: Sequences) -> None:
         raise SampleError(
             f"ratio of {_named(parted, rollouts)}",
             got=f"{counts} trainable tokens in this micro-batch, and no log_ratio",
-            expected="all rows of a sequence in one micro-batch, or its log-ratio computed beforehand",
+            expected="all tokens of a sequence in one micro-batch, or its log-ratio computed beforehand",
             reason="the ratio is a mean over all tokens of the sequence, and a part of them has another mean",
             remedy="add up sequence_log_ratio over the micro-batches, and pass the sum as Sequences.log_ratio",
             rows=[row for s in parted for row in rollouts.rows_of_rollout(s)] if rollouts else (),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from miles_norm.columns.ids import entries_of
 from miles_norm.grouping import RolloutIndex
-from miles_norm.loss.checks import check_type, checked_index, is_whole, out_of_range, wrong_tensor
+from miles_norm.loss.checks import check_type, checked_index, is_dense, is_whole, out_of_range, wrong_tensor
 from miles_norm.result import NormalizedRewards
 
 __all__ = ["Sequences", "checked_sequences", "rollout_sequences", "row_sequences"]
@@ -27,7 +27,7 @@ class Sequences:
     log_ratio: Tensor | None = None
     """``[S]``: mean log-ratio of each sequence, where it was computed beforehand; never carries a gradient."""
     complete: bool = False
-    """All tokens of every sequence are in this micro-batch, so that nothing has to be checked."""
+    """All tokens of every sequence are in this micro-batch, so that a device is not asked."""
     rollouts: RolloutIndex | None = None
     """Where the sequences are the rollouts of a result: their ids, for errors."""
 
@@ -47,7 +47,7 @@ def row_sequences(mask: Tensor, rows: Tensor | None = None, num_rows: int | None
     >>> row_sequences(torch.tensor([[1, 1, 0], [1, 0, 0]])).tokens.tolist()
     [2, 1]
     """
-    if not isinstance(mask, Tensor) or mask.ndim not in (1, 2) or (mask.ndim == 1 and rows is None):
+    if not is_dense(mask) or mask.ndim not in (1, 2) or (mask.ndim == 1 and rows is None):
         raise wrong_tensor("mask", mask, "[N, T], or packed [T] together with rows and num_rows")
     keep = (mask != 0).to(torch.int64)
     if mask.ndim == 2 and rows is None and num_rows is None:
@@ -91,7 +91,7 @@ def rollout_sequences(
     check_type("result", result, NormalizedRewards, "pass what normalize_rewards returned, or plan.result")
     index, tokens = result.index, result.trainable_tokens
     if kept is not None:
-        if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != tokens.shape:
+        if not is_dense(kept) or kept.dtype != torch.bool or kept.shape != tokens.shape:
             raise wrong_tensor("kept", kept, f"a bool for each of the {index.num_rows} rows of the result")
         tokens = tokens.masked_fill(~kept.to(tokens.device), 0)
     total = tokens.new_zeros(index.num_rollouts).index_add_(0, index.row_rollout, tokens)
@@ -119,9 +119,9 @@ def checked_sequences(sequences: Sequences, tokens: Tensor) -> Sequences:
     """The sequences on the device of the tokens, the index int64."""
     check_type("sequences", sequences, Sequences, "pass what row_sequences or rollout_sequences returns")
     counts, log_ratio = sequences.tokens, sequences.log_ratio
-    if not isinstance(counts, Tensor) or counts.ndim != 1:
+    if not is_dense(counts) or counts.ndim != 1:
         raise wrong_tensor("tokens of sequences", counts, "the trainable tokens of each sequence, [S]")
-    if log_ratio is not None and (not isinstance(log_ratio, Tensor) or log_ratio.shape != counts.shape):
+    if log_ratio is not None and (not is_dense(log_ratio) or log_ratio.shape != counts.shape):
         raise wrong_tensor("log_ratio", log_ratio, f"one for each of the {len(counts)} sequences")
     expected = f"the sequence of each row or packed token of {list(tokens.shape)}"
     index = checked_index("sequence index", sequences.index, len(counts), expected)
