@@ -131,7 +131,7 @@ def test_lengths_in_every_form(lengths: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [None, 5, {0: [1]}, "10", (m for m in ([1], [1])), torch.tensor(1), torch.ones(2, 1, 1)], ids=str
+    "mask", [None, 5, {0: [1]}, "10", (m for m in ([1], [1])), torch.tensor(1), torch.ones(2, 1, 1)]
 )
 def test_masks_of_scaled_advantages_that_are_none(mask: Any) -> None:
     with pytest.raises(SampleError, match=r"^loss masks\n +got: +(None|a value of type|shape \()"):

@@ -80,7 +80,7 @@ def test_an_index_into_no_row_at_all() -> None:
     )
 
 
-@pytest.mark.parametrize("number", [2.0, "2", True, -1, torch.tensor(2)], ids=repr)
+@pytest.mark.parametrize("number", [2.0, "2", True, -1, torch.tensor(2)], ids=lambda value: repr(value)[:40])
 def test_a_number_of_rows_that_is_none(number: Any) -> None:
     with pytest.raises(SampleError, match=r"^row index\n.*\n.*and num_rows"):
         row_sequences(PACKED_MASK, torch.tensor([0, 0, 1]), number)
@@ -114,7 +114,7 @@ def test_rows_of_a_micro_batch_in_every_form(rows: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kept", [torch.ones(4, dtype=torch.int64), torch.tensor([True]), torch.ones(2, 2).bool(), [True] * 4, 5], ids=str
+    "kept", [torch.ones(4, dtype=torch.int64), torch.tensor([True]), torch.ones(2, 2).bool(), [True] * 4, 5]
 )
 def test_kept_rows_that_are_none(kept: Any) -> None:
     with pytest.raises(SampleError, match=r"^kept\n.*\n +expected: a bool for each of the 4 rows of the result"):
@@ -172,7 +172,7 @@ def test_rollouts_are_named_by_number_and_id() -> None:
         gspo_loss(x[:1], x[:1], x[:1], torch.tensor([[1, 0]]), rollout_sequences(normalize_columns(columns), [4]))
 
 
-@pytest.mark.parametrize("number", [4.0, "4", None, True, -1, torch.tensor(4)], ids=repr)
+@pytest.mark.parametrize("number", [4.0, "4", None, True, -1, torch.tensor(4)], ids=lambda value: repr(value)[:40])
 def test_a_number_of_tokens_that_is_none(number: Any) -> None:
     with pytest.raises(SampleError, match=r"^num_tokens\n"):
         row_of_tokens(torch.tensor([0, 4]), number)

@@ -64,7 +64,7 @@ NO_PAIRS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("clip", NO_PAIRS, ids=repr)
+@pytest.mark.parametrize("clip", NO_PAIRS, ids=lambda value: repr(value)[:40])
 def test_a_clip_that_is_no_pair_of_distances(clip: Any) -> None:
     calls = (
         lambda: clipped_loss(X, X, X, MASK, clip=clip),
@@ -83,14 +83,18 @@ def test_a_pair_of_any_numbers_is_a_clip(clip: Any) -> None:
     assert clipped_loss(*given, clip=clip)[0].tolist() == pytest.approx([-1.25, 0.8])
 
 
-@pytest.mark.parametrize("dual", ["3", math.inf, math.nan, 1, True, (3.0,), -2.0, torch.tensor(3.0)], ids=repr)
+@pytest.mark.parametrize(
+    "dual", ["3", math.inf, math.nan, 1, True, (3.0,), -2.0, torch.tensor(3.0)], ids=lambda value: repr(value)[:40]
+)
 def test_a_second_clip_that_is_none(dual: Any) -> None:
     with pytest.raises(ConfigError, match=r"^dual_clip\n.*\n +expected: a finite number above 1, or None"):
         clipped_loss(X, X, X, MASK, dual_clip=dual)
 
 
 @pytest.mark.parametrize(
-    "bounds", [*(pair for pair in NO_PAIRS if pair != (0.2, math.inf)), (2.0, 1.0), (math.inf, math.inf)], ids=repr
+    "bounds",
+    [*(pair for pair in NO_PAIRS if pair != (0.2, math.inf)), (2.0, 1.0), (math.inf, math.inf)],
+    ids=lambda value: repr(value)[:40],
 )
 def test_bounds_that_are_no_pair_of_weights(bounds: Any) -> None:
     with pytest.raises(ConfigError, match=r"^bounds\n.*\n +expected: a smallest and a largest weight"):
@@ -102,7 +106,7 @@ def test_the_largest_weight_may_be_infinite() -> None:
     assert truncated_importance_sampling(*given, bounds=(0.5, math.inf))[0].tolist() == pytest.approx([9.0, 0.5])
 
 
-@pytest.mark.parametrize("kind", [None, 3, "K3", ("k3",), np.array(["k1", "k2"])], ids=repr)
+@pytest.mark.parametrize("kind", [None, 3, "K3", ("k3",), np.array(["k1", "k2"])], ids=lambda value: repr(value)[:40])
 def test_a_kind_of_kl_estimate_that_is_none(kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"^kind of KL estimate\n"):
         kl_loss(X, X, MASK, kind=kind)
@@ -111,20 +115,22 @@ def test_a_kind_of_kl_estimate_that_is_none(kind: Any) -> None:
 NO_SIZES: list[Any] = [2.5, 2.0, math.nan, "2", True, 0, -1, (2,), torch.tensor(2), np.float64(2.0), 2**63]
 
 
-@pytest.mark.parametrize("size", [None, *NO_SIZES], ids=repr)
+@pytest.mark.parametrize("size", [None, *NO_SIZES], ids=lambda value: repr(value)[:40])
 @pytest.mark.parametrize("name", ["data_parallel", "context_parallel", "micro_batches"])
 def test_sizes_that_are_none(name: str, size: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} of loss_factor\n.*\n +expected: a whole number, at least 1"):
         loss_factor("megatron", **{name: size})
 
 
-@pytest.mark.parametrize("size", NO_SIZES, ids=repr)
+@pytest.mark.parametrize("size", NO_SIZES, ids=lambda value: repr(value)[:40])
 def test_reported_tokens_that_are_no_number(size: Any) -> None:
     with pytest.raises(ConfigError, match=r"^reported_tokens of loss_factor\n(.*\n)+.*int\(tensor\)"):
         loss_factor("megatron_per_token", reported_tokens=size)
 
 
-@pytest.mark.parametrize("trainer", [None, 3, "DDP", ("ddp",), np.array(["ddp", "fsdp"])], ids=repr)
+@pytest.mark.parametrize(
+    "trainer", [None, 3, "DDP", ("ddp",), np.array(["ddp", "fsdp"])], ids=lambda value: repr(value)[:40]
+)
 def test_trainers_that_are_none(trainer: Any) -> None:
     with pytest.raises(ConfigError, match=r"^trainer of loss_factor\n.*\n +expected: ddp, fsdp"):
         loss_factor(trainer)
@@ -157,7 +163,7 @@ def test_an_update_config_that_is_none(config: Any) -> None:
         plan_updates(RESULT, config)
 
 
-@pytest.mark.parametrize("step", ["1", 1.0, None, True, -1], ids=repr)
+@pytest.mark.parametrize("step", ["1", 1.0, None, True, -1], ids=lambda value: repr(value)[:40])
 def test_a_step_that_is_none(step: Any) -> None:
     with pytest.raises(ConfigError, match=r"^step of plan_updates\n"):
         plan_updates(RESULT, step=step)
