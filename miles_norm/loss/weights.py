@@ -207,7 +207,7 @@ def _check_plan(plan: UpdatePlan, result: NormalizedRewards) -> None:
     other = torch.nonzero(other_tokens | (_counted_or_all(theirs) != _counted_or_all(result)))[:, 0].tolist()
     if other:
         raise _wrong_plan(
-            f"a result in which {format_rows(other)} count or train otherwise than in the one of the plan",
+            f"a plan for a result that differs in what counts or trains, on {format_rows(other)}",
             "the result that the plan was made for, plan.result",
             other,
         )
