@@ -174,13 +174,15 @@ def test_weights_of_the_result_before_the_dropping_are_refused() -> None:
 
 
 def test_a_plan_made_before_a_filter_is_refused() -> None:
-    result = five()
+    # Group 1 is all equal, and the filter takes its three rollouts out.
+    result = batch(group=[0, 0, 1, 1, 1], rollout=list("abcde"), reward=[1.0, 0, 1, 1, 1], trainable_tokens=[4] * 5)
     made = plan(result, rollouts_per_update=2)
-    silent = batch(group=[0, 0, 1, 1, 1], rollout=list("abcde"), reward=[1.0] * 5, trainable_tokens=[4] * 5)
-    kept, report = filter_rollouts(silent, FilterConfig(zero_variance_groups=True))
-    assert report.kept_rollouts == 0
-    with pytest.raises(SampleError, match=r"trains, on rows 0, 1, 2, 3, 4\n(.*\n)+.*after every filter"):
+    kept, _ = filter_rollouts(result, FilterConfig(zero_variance_groups=True))
+    with pytest.raises(SampleError, match=r"trains, on rows 2, 3, 4\n(.*\n)+.*after every filter"):
         loss_weights(kept, None, made)
+    assert loss_weights(kept, None, plan(kept, rollouts_per_update=2)).tolist() == pytest.approx(
+        [1 / 8, 1 / 8, 0, 0, 0]
+    )
 
 
 def test_groups_that_were_guessed_stay_as_they_were() -> None:
