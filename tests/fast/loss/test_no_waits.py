@@ -15,6 +15,7 @@ from miles_norm.loss import (
     gspo_loss,
     kl_loss,
     reduce_token_losses,
+    rollout_sequences,
     row_of_tokens,
     row_sequences,
     sequence_log_ratio,
@@ -95,6 +96,25 @@ def packed_rows() -> torch.Tensor:
 def test_losses(call: Callable[[], object]) -> None:
     with NoWaits():
         call()
+
+
+def test_backward() -> None:
+    log_probs = torch.randn(2, 3, requires_grad=True, **ON)
+    with NoWaits():
+        losses, _ = clipped_loss(log_probs, X, X, MASK, dual_clip=3.0)
+        reduce_token_losses(losses, WEIGHTS, MASK).backward()
+    assert log_probs.grad is not None
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_sequences_of_a_result() -> None:
+    """A result has values, so here the checks are told that it is elsewhere."""
+    rows = torch.tensor([0, 1, 1])
+    columns = RolloutColumns(group=[0] * 2, rollout=[0, 1], reward=[1.0, 0.0], trainable_tokens=[2, 1])
+    result = normalize_columns(columns)
+    with NoWaits():
+        sequences = rollout_sequences(result, torch.tensor([1, 0]), rows=rows, kept=torch.tensor([True, False]))
+    assert (sequences.index.tolist(), sequences.tokens.tolist()) == ([1, 0, 0], [2, 0])
 
 
 def test_whoever_reads_a_tensor_without_values_fails() -> None:
