@@ -87,7 +87,7 @@ def spread_rows(values: Tensor, tokens: Tensor, rows: Tensor | None) -> Tensor:
 
     Raises:
         SampleError: the tokens are not ``[N, T]`` and no row index is given, or the index does not fit them. Its range
-            is checked on the CPU; on another device it is left to torch's own assertion in the kernel.
+            is checked on the CPU; on another device that is left to torch.
     """
     if not is_dense(values) or values.ndim != 1:
         raise wrong_tensor("row values", values, "one value for each row, [N]")
