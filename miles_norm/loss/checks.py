@@ -41,8 +41,8 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device."""
-    return tensor.device.type == "cpu"
+    """Whether values can be looked at, without waiting for a device and outside of a compiled graph."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_whole(value: Any, low: int = 0) -> bool:

@@ -107,8 +107,9 @@ def trained_values(mask: Tensor, **tensors: Tensor) -> list[Tensor]:
     """Every tensor with 0 where the mask is 0, in float32 at least, so that masked entries may hold anything.
 
     What a trainable token cannot have, in any of the tensors: a value that is NaN or infinite, a weight below 0, a mask
-    entry other than 1. On the CPU that is an error. On another device, where a check would make the host wait, the
-    token is made NaN in all tensors, and so is its gradient: cutting a ratio off would make a plausible number of it.
+    entry other than 1. On the CPU that is an error. On another device, where a check would make the host wait, and
+    under ``torch.compile`` the token is made NaN in all tensors, and so is its gradient: cutting a ratio off would make
+    a plausible number of it.
 
     Args:
         mask: 1 on trainable tokens.
@@ -126,35 +127,45 @@ def trained_values(mask: Tensor, **tensors: Tensor) -> list[Tensor]:
         if not fits or (tensor.shape != first.shape and not (other in _PER_ROW and tuple(tensor.shape) == per_row)):
             kind = "numbers" if other in _DTYPES else "floating-point numbers"
             raise wrong_tensor(other, tensor, f"{kind} on {first.device} with the shape of {name}, {list(first.shape)}")
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    values = {other: tensor.to(dtype) for other, tensor in tensors.items()}
-    keep = mask != 0
-    bad = {"mask": keep & (mask != 1)}
-    for other, tensor in values.items():
-        usable = torch.isfinite(tensor)
-        bad[other] = keep & ~(usable & (tensor >= 0) if other == "weights" else usable)
+    dtype, keep = torch.promote_types(first.dtype, torch.float32), mask != 0
+    kept = {other: torch.where(keep, tensor.to(dtype), 0.0) for other, tensor in tensors.items()}
     if on_cpu(first):
-        _refuse(bad, {"mask": mask, **values})
-    else:
-        values = _made_nan(reduce(torch.logical_or, bad.values()), values)
-    return [torch.where(keep, tensor, 0.0) for tensor in values.values()]
+        if not _all_usable(mask, keep, kept):
+            _refuse(mask, keep, kept)
+        return list(kept.values())
+    unusable = reduce(torch.logical_or, _unusable(mask, keep, kept).values())
+    # A factor makes NaN of a gradient of 0 too, which a constant in the place of the value would not.
+    factor = torch.where(unusable, torch.nan, 1.0).to(dtype)
+    return [values * factor for values in kept.values()]
 
 
-def _made_nan(bad: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """NaN where ``bad``; as a factor, so that a gradient of 0 becomes NaN too."""
-    factor = torch.where(bad, torch.nan, 1.0).to(next(iter(values.values())).dtype)
-    return {name: tensor * factor for name, tensor in values.items()}
+def _unusable(mask: Tensor, keep: Tensor, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """bool by name, in the shape of the tokens; masked entries, which are 0 here, are usable."""
+    unusable = {name: ~torch.isfinite(values) for name, values in kept.items()}
+    if "weights" in kept:
+        unusable["weights"] |= kept["weights"] < 0
+    return {"mask": mask != keep, **unusable}
 
 
-def _refuse(bad: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Raise if there is a bad value, and name every row or packed token that has one."""
-    found = {name: torch.nonzero(where).tolist() for name, where in bad.items() if bool(where.any())}
+def _all_usable(mask: Tensor, keep: Tensor, kept: dict[str, Tensor]) -> bool:
+    """A cheap yes: a sum is finite only if all of its terms are. A no is to be looked at, since a sum can overflow."""
+    sums = torch.stack([values.detach().sum() for values in kept.values()])
+    weights = kept.get("weights")
+    positive = weights is None or bool((weights >= 0).all())
+    return bool(torch.isfinite(sums).all()) and positive and torch.equal(mask, keep.to(mask.dtype))
+
+
+def _refuse(mask: Tensor, keep: Tensor, kept: dict[str, Tensor]) -> None:
+    """Raise if there is an unusable value, and name every row or packed token that has one."""
+    found = {
+        name: places for name, where in _unusable(mask, keep, kept).items() if (places := where.nonzero().tolist())
+    }
     if not found:
         return
-    padded = values["mask"].ndim == 2
+    values, padded = {"mask": mask, **kept}, mask.ndim == 2
     places = sorted({place[0] for each in found.values() for place in each})
     got = [
-        f"{name} {values[name].expand(values['mask'].shape)[tuple(place)].item():g} at "
+        f"{name} {values[name][tuple(place)].item():g} at "
         f"{f'row {place[0]}, token {place[1]}' if padded else f'token {place[0]}'}"
         for name, each in found.items()
         for place in each

@@ -6,9 +6,9 @@ where there are none.
 
 Entries whose mask is 0 may hold anything, NaN too: their loss and gradient are 0. On a trainable token every value has
 to be finite: a log-prob of minus infinity, which no sampled token has, would be cut off into a plausible number. On the
-CPU that is an error that names the rows. On another device, where a check would make the host wait, the loss and the
-gradient of that token are NaN, and so are means and extremes of ratios and log-ratios; the same call with tensors on
-the CPU says where.
+CPU that is an error that names the rows. On another device, where a check would make the host wait, and under
+``torch.compile`` the loss and the gradient of that token are NaN, and so are means and extremes of ratios and
+log-ratios; the same call with tensors on the CPU says where.
 """
 
 from miles_norm.loss.policy.cispo import cispo_loss

@@ -298,3 +298,37 @@ def test_a_clean_batch_is_computed_as_if_nothing_was_checked() -> None:
     assert gradients[0] is not None
     assert gradients[1] is not None
     assert torch.equal(*gradients)
+
+
+def test_values_that_are_large_but_finite_are_good() -> None:
+    """Their sum is not finite, which is no reason: 0.1 (3e38 + 3e38) = 6e37."""
+    losses, weights = torch.full((1, 2), 3e38), torch.tensor([0.1])
+    assert reduce_token_losses(losses, weights, torch.ones(1, 2)).item() == pytest.approx(6e37, rel=1e-6)
+    assert torch.isfinite(clipped_loss(-losses, losses, losses, torch.ones(1, 2))[0]).all()
+
+
+def test_functional_gradients() -> None:
+    given = inputs(PLAIN)
+
+    def loss(log_probs: Tensor) -> Tensor:
+        losses, _ = clipped_loss(log_probs, given["old_log_probs"], given["advantages"], MASK)
+        return reduce_token_losses(losses, torch.ones(3), MASK)
+
+    loss(given["log_probs"]).backward()
+    assert given["log_probs"].grad is not None
+    assert torch.equal(torch.func.grad(loss)(given["log_probs"].detach()), given["log_probs"].grad)
+
+
+def test_a_compiled_graph_looks_at_no_value() -> None:
+    """It has no break, and is NaN where a device would be."""
+    given = inputs(PLAIN)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss(log_probs: Tensor) -> Tensor:
+        losses, _ = clipped_loss(log_probs, given["old_log_probs"], given["advantages"], MASK)
+        return reduce_token_losses(losses, torch.ones(3), MASK)
+
+    good = given["log_probs"].detach()
+    expected, _ = clipped_loss(good, given["old_log_probs"], given["advantages"], MASK)
+    assert loss(good).item() == pytest.approx(expected.sum().item(), rel=1e-6)
+    assert math.isnan(loss(spoiled(good, -math.inf, (0, 1))).item())
