@@ -47,8 +47,8 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
     [[2.0, 0.0], [0.0, -1.0, -1.0]]
     """
     if isinstance(masks, Tensor):
-        if masks.ndim != 2:
-            raise _bad_masks("loss masks", f"shape {tuple(masks.shape)}", ())
+        if masks.ndim != 2 or masks.layout != torch.strided or masks.is_complex():
+            raise _bad_masks("loss masks", f"shape {tuple(masks.shape)}, {masks.dtype}, {masks.layout}", ())
         if len(masks) != len(values):
             raise _bad_masks("loss masks", f"{len(masks)} masks for {len(values)} rows", ())
         mask = masks.to(values.device)

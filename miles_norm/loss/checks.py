@@ -106,7 +106,7 @@ def check_type(name: str, value: object, kind: type, remedy: str) -> None:
         raise SampleError(
             name,
             got=described(value),
-            expected=f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}",
+            expected=f"a value of type {kind.__name__}",
             reason="which rows belong together is read from it, and never guessed",
             remedy=remedy,
         )

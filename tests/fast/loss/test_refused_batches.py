@@ -91,15 +91,15 @@ def test_results_that_are_none(other: Any) -> None:
         lambda: plan_updates(other),
         lambda: rollout_sequences(other, [0]),
     ):
-        with pytest.raises(SampleError, match=r"^result\n.*\n +expected: a NormalizedRewards"):
+        with pytest.raises(SampleError, match=r"^result\n.*\n +expected: a value of type NormalizedRewards"):
             call()
 
 
 @pytest.mark.parametrize("other", [{}, RESULT, UpdateConfig(), [[0, 1], [2, 3]]], ids=lambda x: type(x).__name__)
 def test_plans_that_are_none(other: Any) -> None:
-    with pytest.raises(SampleError, match=r"^plan\n.*\n +expected: an UpdatePlan"):
+    with pytest.raises(SampleError, match=r"^plan\n.*\n +expected: a value of type UpdatePlan"):
         loss_weights(RESULT, None, other)
-    with pytest.raises(SampleError, match=r"^plan\n.*\n +expected: an UpdatePlan"):
+    with pytest.raises(SampleError, match=r"^plan\n.*\n +expected: a value of type UpdatePlan"):
         update_masses(other)
 
 
@@ -131,7 +131,18 @@ def test_lengths_in_every_form(lengths: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [None, 5, {0: [1]}, "10", (m for m in ([1], [1])), torch.tensor(1), torch.ones(2, 1, 1)]
+    "mask",
+    [
+        None,
+        5,
+        {0: [1]},
+        "10",
+        (m for m in ([1], [1])),
+        torch.tensor(1),
+        torch.ones(2, 1, 1),
+        MASK.to_sparse(),
+        MASK + 0j,
+    ],
 )
 def test_masks_of_scaled_advantages_that_are_none(mask: Any) -> None:
     with pytest.raises(SampleError, match=r"^loss masks\n +got: +(None|a value of type|shape \()"):

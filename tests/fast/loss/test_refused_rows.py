@@ -141,7 +141,7 @@ def test_sequences_that_do_not_exist(index: Any, match: str) -> None:
 @pytest.mark.parametrize(
     ("sequences", "match"),
     [
-        (None, r"^sequences\n +got: +a value of type NoneType\n +expected: a Sequences"),
+        (None, r"^sequences\n +got: +a value of type NoneType\n +expected: a value of type Sequences"),
         (torch.tensor([0, 1]), r"^sequences\n +got: +torch.int64 of shape \[2\]"),
         (Sequences(torch.tensor([0, 1]), None), r"^tokens of sequences\n"),  # type: ignore[arg-type]
         (Sequences(torch.tensor([0, 1]), torch.ones(2, 1)), r"^tokens of sequences\n"),
