@@ -80,6 +80,25 @@ def test_drop_first_keeps_what_a_filter_took_out() -> None:
     assert made.result.exclusion[[0, 1, 4]].tolist() == result.exclusion[[0, 1, 4]].tolist()
 
 
+def test_drop_first_keeps_a_filtered_rollout_out_where_only_a_part_of_another_one_goes() -> None:
+    # Rollout 0 has two rows and loses one of them at most; rollout 2 ended by length and was taken out.
+    columns = RolloutColumns(
+        group=[0] * 4,
+        rollout=[0, 0, 1, 2],
+        reward=[1, 1, 0, 1],
+        trainable_tokens=[10] * 4,
+        truncated=[False] * 3 + [True],
+    )
+    result, _ = filter_rollouts(normalize_columns(columns), FilterConfig(truncated_rollouts=True))
+    found = set()
+    for seed in range(10):
+        made = plan(result, unit="rows", rows_per_update=2, order="drop_first", seed=seed)
+        assert not made.result.counted_rollouts[2]
+        assert made.row_update[3] == -1
+        found.add((tuple(made.dropped_rollouts), tuple(made.partly_dropped_rollouts)))
+    assert found == {((), (0,)), ((1,), ())}
+
+
 def test_drop_first_keeps_the_groups_that_sizes_made() -> None:
     columns = RolloutColumns(group=None, rollout=ROLLOUTS, reward=REWARDS, trainable_tokens=[10] * 8)
     result = normalize_columns(columns, NormalizationConfig(), [4, 4])
