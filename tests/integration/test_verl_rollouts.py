@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from verl_rows import ROLLOUTS, V1, advantages_of, data_proto, of_rows, trainer_config
+from verl_rows import ROLLOUTS, V1, AlgoConfig, advantages_of, data_proto, of_rows, trainer_config, verl
 
-import verl
 from miles_norm.errors import ConfigError, MilesNormError, MissingRewardError, SampleError
 from miles_norm.integrations.verl import RolloutUid, rollout_uids
-from verl.trainer.config import AlgoConfig
 
 pytestmark = pytest.mark.integration
 

@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from verl_rows import ROLLOUTS, V1, Rollout, advantages_of, data_proto, of_rows, trainer_config
+from verl_rows import (
+    ROLLOUTS,
+    V1,
+    AlgoConfig,
+    Rollout,
+    advantages_of,
+    apply_kl_penalty,
+    compute_advantage,
+    core_algos,
+    data_proto,
+    of_rows,
+    trainer_config,
+)
 
 from miles_norm.errors import SampleError
-from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import get_kl_controller
-from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 
 pytestmark = pytest.mark.integration
 needs_v1 = pytest.mark.skipif(not V1, reason="verl 0.8.0 has no v1 trainer")
@@ -36,8 +45,9 @@ def keys_of(rollouts: list[Rollout]) -> list[str]:
 
 def of_trajectories(rollouts: list[Rollout], estimator: str, **changes: Any) -> list[float]:
     """Advantages by the function that verl's v1 trainer calls, with the uids and keys that it has."""
-    import miles_norm.integrations.verl_v1  # noqa: F401  # as VERL_USE_EXTERNAL_MODULES does
     from verl.trainer.ppo.v1 import trainer_base
+
+    import miles_norm.integrations.verl_v1  # noqa: F401  # as VERL_USE_EXTERNAL_MODULES does
 
     data = data_proto(rollouts, with_ids=False)
     settings = {"batch_keys": keys_of(rollouts), "config": trainer_config(DR_GRPO).algorithm} | changes
@@ -69,7 +79,7 @@ def test_kl_in_the_reward_makes_siblings_differ() -> None:
     data.batch["token_level_scores"] = data.batch["token_level_rewards"]
     data.batch["old_log_probs"] = torch.zeros(data.batch["response_mask"].shape)
     data.batch["ref_log_prob"] = torch.full_like(data.batch["old_log_probs"], -1.0)
-    data, _ = apply_kl_penalty(data, get_kl_controller(config.kl_ctrl))
+    data, _ = apply_kl_penalty(data, core_algos.get_kl_controller(config.kl_ctrl))
     rewards = data.batch["token_level_rewards"].sum(dim=1)
     # 0.001 for each trainable token: 2, 4 and 1 of them.
     assert rewards[1:4].tolist() == pytest.approx([-0.002, -0.004, -0.001])
@@ -129,8 +139,6 @@ from types import SimpleNamespace
 import ray, torch, verl
 import transfer_queue as tq
 from omegaconf import OmegaConf
-from verl.trainer.ppo.v1 import trainer_base
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 ray.init(num_cpus=8, include_dashboard=False, object_store_memory=512 * 2**20, log_to_driver=False)
 tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))

@@ -1,21 +1,28 @@
-"""Loss weights in verl: its own ``compute_advantage``, ``agg_loss``, policy losses and ``ppo_loss``, values and gradients."""
+"""Loss weights in verl, through its own ``compute_advantage``, ``agg_loss``, policy losses and ``ppo_loss``."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import Tensor
-from verl_rows import ROLLOUTS, V1, advantages_of, data_proto, of_rows, trainer_config
+from verl_rows import (
+    ROLLOUTS,
+    V1,
+    AlgoConfig,
+    TensorDict,
+    advantages_of,
+    core_algos,
+    data_proto,
+    of_rows,
+    omega_conf_to_dataclass,
+    ppo_loss,
+    trainer_config,
+)
 
 from miles_norm.errors import ConfigError
 from miles_norm.integrations.verl import weighted_policy_loss
 from miles_norm.integrations.verl_config import SUMMED_LOSSES
-from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo import core_algos
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.utils.losses import ppo_loss
 
 pytestmark = pytest.mark.integration
 

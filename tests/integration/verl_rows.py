@@ -15,9 +15,33 @@ with warnings.catch_warnings():
     pytest.importorskip("verl.trainer.ppo.ray_trainer", reason="needs verl: make test-verl")
     import verl
     from hydra import compose, initialize_config_dir
-    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from tensordict import TensorDict
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.utils.losses import ppo_loss
 
 from miles_norm.integrations.verl import rollout_uids
+
+# What a test imports of verl it imports from here, so that it is skipped where verl is missing.
+__all__ = [
+    "ROLLOUTS",
+    "V1",
+    "AlgoConfig",
+    "Rollout",
+    "TensorDict",
+    "advantages_of",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "core_algos",
+    "data_proto",
+    "of_rows",
+    "omega_conf_to_dataclass",
+    "ppo_loss",
+    "trainer_config",
+    "verl",
+]
 
 Rollout = tuple[str, int, float, list[list[int]]]
 
