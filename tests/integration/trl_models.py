@@ -93,7 +93,7 @@ def trainer(folder: Path, reward: Any, *, settings: dict[str, Any] | None = None
         reward_funcs=reward,
         args=arguments(folder, **settings or {}),
         train_dataset=given.pop("train_dataset", prompts("w0 w1", "w2 w3 w4")),
-        processing_class=tokenizer(),
+        processing_class=given.pop("processing_class", tokenizer()),
         **given,
     )
 
