@@ -1,12 +1,11 @@
 """verl and TRL for the parity table: a batch the way each framework takes it, and what its own code makes of it.
 
 Each function takes a batch with ``rows`` (Miles' field names), ``mask`` int64 ``[N, T]``, and log-probs ``old`` and
-``new``, float64 ``[N, T]``, and gives the float32 advantages ``[N]``, the loss, and its gradient ``[N, T]`` for ``new``.
+``new``, float64 ``[N, T]``. It gives the float32 advantages ``[N]``, the loss, and the gradient of the loss for ``new``.
 The clip is 0.2 on both sides, the default of both frameworks.
 """
 
 import tempfile
-import warnings
 from typing import Any
 
 import torch
@@ -17,13 +16,11 @@ Outcome = tuple[Tensor, Tensor, Tensor]
 
 def verl_outcome(batch: Any) -> Outcome:
     """verl's ``compute_advantage`` on its DataProto, and the policy loss of that name."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of engines that are not installed
-        from verl import DataProto
-        from verl.trainer.config import AlgoConfig
-        from verl.trainer.ppo.core_algos import get_policy_loss_fn
-        from verl.trainer.ppo.ray_trainer import compute_advantage
-        from verl.workers.config import ActorConfig
+    from verl import DataProto
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.workers.config import ActorConfig
 
     from miles_norm.integrations.verl import rollout_uids
 

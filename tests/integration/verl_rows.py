@@ -1,7 +1,6 @@
 """Rows of ragged rollouts as verl holds them, and its whole config."""
 
 import functools
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of engines that are not installed
-    pytest.importorskip("verl.trainer.ppo.ray_trainer", reason="needs verl: make test-verl")
-    import verl
-    from hydra import compose, initialize_config_dir
-    from tensordict import TensorDict
-    from verl.trainer.config import AlgoConfig
-    from verl.trainer.ppo import core_algos
-    from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
-    from verl.utils.config import omega_conf_to_dataclass
-    from verl.workers.utils.losses import ppo_loss
+pytest.importorskip("verl.trainer.ppo.ray_trainer", reason="needs verl: make test-verl")
+
+import verl
+from hydra import compose, initialize_config_dir
+from tensordict import TensorDict
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.losses import ppo_loss
 
 from miles_norm.integrations.verl import rollout_uids
 
@@ -74,10 +72,8 @@ def trainer_config(*overrides: str) -> Any:
     folder = Path(verl.__file__).parent / "trainer" / "config"
     given = ["actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3", *overrides]
     given = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *given]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hydra calls what this omegaconf has another name for
-        with initialize_config_dir(str(folder), version_base=None):
-            return compose("ppo_trainer", given)
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose("ppo_trainer", given)
 
 
 def advantages_of(data: Any, estimator: str, config: Any) -> Tensor:
