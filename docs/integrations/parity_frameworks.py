@@ -1,7 +1,7 @@
 """verl and TRL for the parity table: a batch the way each framework takes it, and what its own code makes of it.
 
 Each function takes a batch with ``rows`` (Miles' field names), ``mask`` int64 ``[N, T]``, and log-probs ``old`` and
-``new``, float64 ``[N, T]``. It gives the float32 advantages ``[N]``, the loss, and the gradient of the loss for ``new``.
+``new``, float64 ``[N, T]``. It gives the float32 advantages ``[N]``, the loss, and its gradient ``[N, T]`` for ``new``.
 The clip is 0.2 on both sides, the default of both frameworks.
 """
 
