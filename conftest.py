@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-MODULES = {"trl": ["trl"], "verl": ["verl", "verl_config", "verl_v1"]}
+MODULES = {"trl": ("trl",), "verl": ("verl", "verl_config", "verl_v1")}
 
 collect_ignore = [
     path
