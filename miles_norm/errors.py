@@ -10,6 +10,10 @@
     ├── GroupingError (ValueError)            prompt groups that cannot be recovered, or sizes that do not fit
     ├── DumpError (ValueError)                a file that cannot be read or written
     │   └── UnsafeDumpError                   a file that asks for code to be run
+    ├── SessionError (ValueError)             a turn or a conversation that cannot be taken or become rows as asked
+    │   ├── PathEndedError                    a request that extends a turn which ended by length (HTTP 409)
+    │   ├── NodeLimitError                    more turns than the session may have
+    │   └── HookError                         a picker or post-processor that broke its contract
     └── MissingDependencyError (ImportError)  an extra that is not installed
 
 Every message has the same five parts: the subject, what was got, what was expected, why it matters, and how to mend it.
@@ -24,12 +28,16 @@ __all__ = [
     "DisagreeingRewardsError",
     "DumpError",
     "GroupingError",
+    "HookError",
     "MilesNormError",
     "MissingDependencyError",
     "MissingRewardError",
     "NoSuchRowError",
+    "NodeLimitError",
+    "PathEndedError",
     "RewardError",
     "SampleError",
+    "SessionError",
     "UnsafeDumpError",
     "format_rows",
     "shown",
@@ -111,6 +119,22 @@ class DumpError(MilesNormError, ValueError):
 
 class UnsafeDumpError(DumpError):
     """A pickled file that names a class or function outside the allow-list; nothing of it was run."""
+
+
+class SessionError(MilesNormError, ValueError):
+    """A turn or a conversation that cannot be taken, or cannot become rows as asked."""
+
+
+class PathEndedError(SessionError):
+    """A request that extends a turn which ended by length; a server answers it with HTTP 409."""
+
+
+class NodeLimitError(SessionError):
+    """More turns than the session may have."""
+
+
+class HookError(SessionError):
+    """A picker or post-processor that broke its contract."""
 
 
 class MissingDependencyError(MilesNormError, ImportError):
