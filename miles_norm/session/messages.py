@@ -29,9 +29,10 @@ def message_matcher(rule: MatchRule = "strict") -> Matcher:
         ConfigError: anything else.
 
     >>> def call(arguments):
-    ...     return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": arguments}}]}
-    >>> held, replayed = call('{"a": 1, "b": 2}'), call('{"b":2,"a":1}')
-    >>> message_matcher("strict")(held, replayed), message_matcher("loose")(held, replayed)
+    ...     function = {"name": "add", "arguments": arguments}
+    ...     return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    >>> held, sent = call('{"a": 1, "b": 2}'), call('{"b":2,"a":1}')
+    >>> message_matcher("strict")(held, sent), message_matcher("loose")(held, sent)
     (False, True)
     """
     if rule == "strict":

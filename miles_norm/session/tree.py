@@ -154,7 +154,7 @@ class TrajectoryForest:
         extends = parent is not None and np.array_equal(prompt[:held], parent.token_ids)
         new = np.concatenate([prompt[held:] if extends else prompt, completion.token_ids])
         if completion.routed_experts is not None:
-            known = held - 1 if extends else 0
+            known = max(held - 1, 0) if extends else 0
             completion = replace(completion, routed_experts=completion.routed_experts[known:].copy())
         node = Node(
             seq=len(self.nodes),
@@ -245,8 +245,8 @@ def _checked(completion: Completion, prompt_length: int) -> Completion:
     Raises:
         SessionError: a length that does not fit, or an unknown finish reason.
     """
-    ids = as_token_ids(completion.token_ids, "completion.token_ids")
-    log_probs = np.asarray(completion.log_probs, np.float32)
+    ids = as_token_ids(completion.token_ids, "completion.token_ids").copy()
+    log_probs = np.array(completion.log_probs, np.float32)
     experts = completion.routed_experts
     context = prompt_length + len(ids)
     got = ""
