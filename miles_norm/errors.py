@@ -10,6 +10,12 @@
     ├── GroupingError (ValueError)            prompt groups that cannot be recovered, or sizes that do not fit
     ├── DumpError (ValueError)                a file that cannot be read or written
     │   └── UnsafeDumpError                   a file that asks for code to be run
+    ├── RenderingError (ValueError)           messages that a chat template cannot render
+    ├── JournalError (OSError)                a journal that cannot be opened, read or written
+    ├── EngineError                           an inference engine did not do what was asked
+    │   ├── EngineUnavailableError (ConnectionError)  it is down, failed, or did not answer in time
+    │   ├── EngineRejectedError (ValueError)  it refused the request; carries an HTTP status and a body
+    │   └── EngineContractError (ValueError)  its answer lacks what training needs
     └── MissingDependencyError (ImportError)  an extra that is not installed
 
 Every message has the same five parts: the subject, what was got, what was expected, why it matters, and how to mend it.
@@ -23,11 +29,17 @@ __all__ = [
     "ConfigError",
     "DisagreeingRewardsError",
     "DumpError",
+    "EngineContractError",
+    "EngineError",
+    "EngineRejectedError",
+    "EngineUnavailableError",
     "GroupingError",
+    "JournalError",
     "MilesNormError",
     "MissingDependencyError",
     "MissingRewardError",
     "NoSuchRowError",
+    "RenderingError",
     "RewardError",
     "SampleError",
     "UnsafeDumpError",
@@ -70,7 +82,7 @@ class MilesNormError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default protocol, and errors must cross process borders.
         state = {name: getattr(self, name) for name in ("got", "expected", "reason", "remedy", "rows")}
-        return (_rebuild, (type(self), self.subject, state))
+        return (_rebuild, (type(self), self.subject, state), self.__dict__)
 
 
 def _rebuild(kind: type[MilesNormError], subject: str, state: dict[str, object]) -> MilesNormError:
@@ -111,6 +123,51 @@ class DumpError(MilesNormError, ValueError):
 
 class UnsafeDumpError(DumpError):
     """A pickled file that names a class or function outside the allow-list; nothing of it was run."""
+
+
+class RenderingError(MilesNormError, ValueError):
+    """Messages or tools that a chat template cannot render."""
+
+
+class JournalError(MilesNormError, OSError):
+    """A journal that cannot be opened, read or written; what was to be written is not acknowledged."""
+
+
+class EngineError(MilesNormError):
+    """An inference engine did not do what was asked of it."""
+
+
+class EngineUnavailableError(EngineError, ConnectionError):
+    """An engine that is down, failed, or did not answer in time; the same request may succeed later."""
+
+
+class EngineRejectedError(EngineError, ValueError):
+    """A request that an engine refused; the same request fails again.
+
+    Attributes:
+        status: HTTP status of the refusal, 400 to 499.
+        body: What the engine answered, as text.
+    """
+
+    status: int = 400
+    body: str = ""
+
+    @classmethod
+    def of_answer(cls, status: int, body: str) -> "EngineRejectedError":
+        """The refusal that an engine sent over HTTP."""
+        error = cls(
+            "request to the engine",
+            got=f"HTTP status {status}: {shown(body, 300)}",
+            expected="status 200",
+            reason="the engine refused the request and would refuse it again",
+            remedy="mend the request as the answer says",
+        )
+        error.status, error.body = status, body
+        return error
+
+
+class EngineContractError(EngineError, ValueError):
+    """An answer that lacks what training needs, such as the ids of the sampled tokens."""
 
 
 class MissingDependencyError(MilesNormError, ImportError):
