@@ -19,6 +19,7 @@ from miles_norm.errors import (
     RequestError,
     SessionError,
     SessionLimitError,
+    TooLargeError,
     UnauthorizedError,
     UnknownSessionError,
 )
@@ -28,6 +29,7 @@ __all__ = ["error_answer"]
 # The first that fits: a status, whether the same request may succeed later, and OpenAI's name for the kind.
 _KINDS: tuple[tuple[type[MilesNormError], int, bool, str], ...] = (
     (UnauthorizedError, 401, False, "authentication_error"),
+    (TooLargeError, 413, False, "invalid_request_error"),
     (UnknownSessionError, 404, False, "not_found_error"),
     (PathEndedError, 409, False, "conflict_error"),
     (NodeLimitError, 409, False, "conflict_error"),
@@ -54,7 +56,6 @@ def error_answer(error: MilesNormError) -> Response:
         ((status, again, kind) for cls, status, again, kind in _KINDS if isinstance(error, cls)),
         (400, False, "invalid_request_error"),
     )
-    status = getattr(error, "status", status)
     body = {"error": {"message": str(error), "type": kind, "param": None, "code": type(error).__name__}}
     return JSONResponse(body, status, headers={"x-should-retry": "true" if again else "false"})
 
