@@ -129,7 +129,18 @@ class TrajectoryForest:
         *,
         committed_at: float | None = None,
     ) -> Node:
-        """Add a turn.
+        """Add a turn: ``prepare`` and ``add`` in one."""
+        return self.add(self.prepare(attachment, prompt_token_ids, completion, committed_at=committed_at))
+
+    def prepare(
+        self,
+        attachment: Attachment,
+        prompt_token_ids: Sequence[int] | NDArray[Any],
+        completion: Completion,
+        *,
+        committed_at: float | None = None,
+    ) -> Node:
+        """A turn that is not in the forest yet, so that it can be written down before it is; its ``seq`` is -1.
 
         Whether it continues its parent's row is read off the tokens: it does if the prompt begins with the prompt and
         the completion of the parent, and else starts a row. Messages are copied.
@@ -142,9 +153,8 @@ class TrajectoryForest:
 
         Raises:
             SessionError: tokens, log-probs or routed experts that do not fit each other.
-            PathEndedError, NodeLimitError: as for ``attach``.
+            PathEndedError: as for ``attach``.
         """
-        self._check_limit()
         parent = None if attachment.parent is None else self.nodes[attachment.parent]
         if parent is not None:
             _check_extensible(parent)
@@ -156,8 +166,8 @@ class TrajectoryForest:
         if completion.routed_experts is not None:
             known = max(held - 1, 0) if extends else 0
             completion = replace(completion, routed_experts=completion.routed_experts[known:].copy())
-        node = Node(
-            seq=len(self.nodes),
+        return Node(
+            seq=-1,
             parent=attachment.parent,
             suffix=copy.deepcopy(attachment.suffix),
             tools=copy.deepcopy(attachment.tools),
@@ -167,6 +177,15 @@ class TrajectoryForest:
             committed_at=time.time() if committed_at is None else committed_at,
             log=parent.log.extended(held, new) if parent is not None and extends else TokenLog(new),
         )
+
+    def add(self, turn: Node) -> Node:
+        """Add a turn that ``prepare`` of this forest made; it gets the next ``seq``.
+
+        Raises:
+            NodeLimitError: as for ``attach``.
+        """
+        self._check_limit()
+        node = replace(turn, seq=len(self.nodes))
         self.nodes.append(node)
         self._children[node.parent].append(node.seq)
         return node

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -157,7 +155,7 @@ def stream_events(node: Node, request: ChatRequest, renderer: Renderer) -> Itera
 
 def _envelope(node: Node, request: ChatRequest, kind: str) -> dict[str, Any]:
     return {
-        "id": node.completion.response_id or f"chatcmpl-{uuid.uuid4().hex}",
+        "id": node.completion.response_id,
         "object": kind,
         "created": int(node.committed_at),
         "model": request.model or "policy",

@@ -9,11 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from miles_norm.errors import RequestError
 from miles_norm.samples import Sample
 from miles_norm.session.assembly import assemble
-from miles_norm.session.hooks import PICKERS, assign_reward
+from miles_norm.session.hooks import assign_reward, drop_retries, keep_all, leaf_rewards
 from miles_norm.session.server.sessions import LiveSession
 
 __all__ = ["NewSession", "SamplesRequest", "read_body", "session_rows"]
 
+_PICKERS = {"keep_all": keep_all, "drop_retries": drop_retries}
 _Id = int | str | None
 
 
@@ -40,7 +41,7 @@ class SamplesRequest(BaseModel):
     picker: Literal["keep_all", "drop_retries"] = "drop_retries"
     """Which leaves become rows."""
     agent: dict[str, Any] | None = None
-    """What the agent returned; its ``reward`` becomes the reward of every row."""
+    """What the agent returned: its ``reward`` becomes the reward of every row, its ``rewards`` those of leaves."""
     max_seq_len: int | None = Field(default=None, ge=1)
     """Tokens that a row may have."""
     prompt: str | list[dict[str, Any]] = ""
@@ -67,8 +68,8 @@ def session_rows(session: LiveSession, request: SamplesRequest) -> list[Sample]:
     return assemble(
         session.forest,
         base,
-        PICKERS[request.picker],
-        (assign_reward,) if request.agent is not None else (),
+        _PICKERS[request.picker],
+        (assign_reward, leaf_rewards),
         agent=request.agent,
         max_seq_len=request.max_seq_len,
     )

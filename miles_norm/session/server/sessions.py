@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miles_norm.errors import NodeLimitError, SessionLimitError, UnknownSessionError
@@ -121,6 +121,8 @@ class Sessions:
             asked = time.perf_counter()
             completion = await self.engine.generate(_generation(request, prompt.token_ids, session_id))
             self.metrics.engine_seconds.observe(time.perf_counter() - asked)
+            if completion.response_id is None:
+                completion = replace(completion, response_id=f"chatcmpl-{secrets.token_hex(16)}")
             turn = session.forest.prepare(attachment, prompt.token_ids, completion)
             # A client that leaves now must not leave a turn that is written and not there.
             node = await asyncio.shield(self._record(session, turn))
