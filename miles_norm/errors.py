@@ -177,6 +177,8 @@ class UnauthorizedError(RequestError, PermissionError):
 
 class HookError(SessionError):
     """A picker or post-processor that broke its contract."""
+
+
 class RenderingError(MilesNormError, ValueError):
     """Messages or tools that a chat template cannot render."""
 

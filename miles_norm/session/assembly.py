@@ -13,7 +13,8 @@ from miles_norm.errors import ConfigError, SessionError, format_rows, shown
 from miles_norm.samples import Sample
 from miles_norm.session.completion import FinishReason
 from miles_norm.session.hooks import Picker, PostProcessor, keep_all, mask_ownership, pick, row_order
-from miles_norm.session.tree import Node, TrajectoryForest
+from miles_norm.session.node import Node
+from miles_norm.session.tree import TrajectoryForest
 
 __all__ = ["assemble", "response_arrays", "session_metadata"]
 

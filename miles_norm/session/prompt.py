@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from miles_norm.session.node import Attachment, Node
 from miles_norm.session.rendering import Message, Renderer
 from miles_norm.session.token_log import TokenIds, as_token_ids
-from miles_norm.session.tree import Attachment, Node, TrajectoryForest
+from miles_norm.session.tree import TrajectoryForest
 
 __all__ = ["PromptTokens", "next_prompt"]
 

@@ -117,8 +117,11 @@ async def run_rollouts(
                 on_rollout(rows)
             return rows
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(rollout)) for rollout in rollouts]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run(rollout)) for rollout in rollouts]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
     return [row for task in tasks for row in task.result()]
 
 

@@ -9,76 +9,21 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from miles_norm.errors import NodeLimitError, PathEndedError, SessionError, shown
-from miles_norm.session.completion import Completion, FinishReason
+from miles_norm.session.completion import Completion
 from miles_norm.session.messages import MatchRule, message_matcher
+from miles_norm.session.node import Attachment, Node, Tools, checked_completion
 from miles_norm.session.rendering import Message
 from miles_norm.session.token_log import TokenIds, TokenLog, as_token_ids
 
-__all__ = ["Attachment", "Node", "Tools", "TrajectoryForest"]
-
-Tools = Sequence[Mapping[str, Any]]
-_FINISH_REASONS = get_args(FinishReason)
-
-
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """Where in the forest a request belongs."""
-
-    parent: int | None
-    """``seq`` of the turn that the request continues; None: it starts a tree."""
-    suffix: tuple[Message, ...]
-    """The messages of the request behind those of that turn."""
-    tools: Tools | None = None
-    """Of the request, as it came."""
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Node:
-    """One turn: a request and the reply that the engine sampled for it."""
-
-    seq: int
-    """Number in the order of commits."""
-    parent: int | None
-    """``seq`` of the turn that it continues."""
-    suffix: tuple[Message, ...]
-    """Messages of the request behind those of the parent; the reply is ``completion.message``."""
-    tools: Tools | None
-    completion: Completion
-    """As the engine returned it, but of ``routed_experts`` only what lies beyond the context of the parent."""
-    prompt_length: int
-    starts_row: bool
-    """Whether its prompt is not a continuation of the parent's tokens, so that a row begins with it."""
-    committed_at: float
-    """Seconds since the epoch, for people; order is ``seq``."""
-    log: TokenLog = field(repr=False)
-
-    @property
-    def context_length(self) -> int:
-        """Number of tokens of prompt and completion."""
-        return self.prompt_length + len(self.completion.token_ids)
-
-    @property
-    def prompt_token_ids(self) -> TokenIds:
-        """The prompt as it was sent, ``[prompt_length]``."""
-        return self.log.ids(self.prompt_length)
-
-    @property
-    def token_ids(self) -> TokenIds:
-        """Prompt and completion, ``[context_length]``."""
-        return self.log.ids(self.context_length)
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the turn ended by length."""
-        return self.completion.finish_reason == "length"
+__all__ = ["TrajectoryForest"]
 
 
 class TrajectoryForest:
@@ -155,28 +100,18 @@ class TrajectoryForest:
             SessionError: tokens, log-probs or routed experts that do not fit each other.
             PathEndedError: as for ``attach``.
         """
-        parent = None if attachment.parent is None else self.nodes[attachment.parent]
+        parent = self._parent(attachment.parent)
         if parent is not None:
             _check_extensible(parent)
         prompt = as_token_ids(prompt_token_ids, "prompt_token_ids")
-        completion = _checked(completion, len(prompt))
+        completion = checked_completion(completion, max(len(prompt) + len(completion.token_ids) - 1, 0))
         held = 0 if parent is None else parent.context_length
         extends = parent is not None and np.array_equal(prompt[:held], parent.token_ids)
-        new = np.concatenate([prompt[held:] if extends else prompt, completion.token_ids])
         if completion.routed_experts is not None:
-            known = max(held - 1, 0) if extends else 0
-            completion = replace(completion, routed_experts=completion.routed_experts[known:].copy())
-        return Node(
-            seq=-1,
-            parent=attachment.parent,
-            suffix=copy.deepcopy(attachment.suffix),
-            tools=copy.deepcopy(attachment.tools),
-            completion=completion,
-            prompt_length=len(prompt),
-            starts_row=not extends,
-            committed_at=time.time() if committed_at is None else committed_at,
-            log=parent.log.extended(held, new) if parent is not None and extends else TokenLog(new),
-        )
+            routed = max(held - 1, 0) if extends else 0
+            completion = replace(completion, routed_experts=completion.routed_experts[routed:].copy())
+        at = time.time() if committed_at is None else committed_at
+        return self._turn(attachment, prompt[held:] if extends else prompt, completion, extends, at)
 
     def add(self, turn: Node) -> Node:
         """Add a turn that ``prepare`` of this forest made; it gets the next ``seq``.
@@ -190,9 +125,42 @@ class TrajectoryForest:
         self._children[node.parent].append(node.seq)
         return node
 
-    def children(self, seq: int | None) -> list[int]:
-        """The turns that continue a turn; those that start a tree for None."""
-        return list(self._children.get(seq, ()))
+    def record(self, turn: Node) -> dict[str, Any]:
+        """A turn as plain values and arrays: all that it adds to the session, for ``replay``."""
+        held = 0 if turn.starts_row or turn.parent is None else self.nodes[turn.parent].context_length
+        return {
+            "parent": turn.parent,
+            "suffix": list(turn.suffix),
+            "tools": None if turn.tools is None else list(turn.tools),
+            "starts_row": turn.starts_row,
+            "new_prompt_token_ids": turn.prompt_token_ids[held:],
+            "completion": {entry.name: getattr(turn.completion, entry.name) for entry in fields(turn.completion)},
+            "committed_at": turn.committed_at,
+        }
+
+    def replay(self, record: Mapping[str, Any]) -> Node:
+        """Add a turn from its ``record``; all of a session are replayed in the order in which they were added.
+
+        Raises:
+            SessionError: a record that does not fit the turns before it.
+        """
+        extends = not record["starts_row"]
+        parent = self._parent(record["parent"])
+        if extends and parent is None:
+            raise SessionError(
+                "record of a turn",
+                got="one that continues the tokens of a turn, and names none",
+                expected="the turn that it continues",
+                reason="a record holds only what its turn added",
+                remedy="replay all records of one session in their order",
+            )
+        prompt = as_token_ids(record["new_prompt_token_ids"], "new_prompt_token_ids")
+        completion = Completion(**record["completion"])
+        held = 0 if parent is None or not extends else parent.context_length
+        routed = len(prompt) + len(completion.token_ids) - (held == 0)
+        attachment = Attachment(record["parent"], tuple(record["suffix"]), record["tools"])
+        completion = checked_completion(completion, max(routed, 0))
+        return self.add(self._turn(attachment, prompt, completion, extends, record["committed_at"]))
 
     def leaves(self) -> list[Node]:
         """Turns that none continues, in the order of commits."""
@@ -209,7 +177,7 @@ class TrajectoryForest:
 
     def messages(self, seq: int) -> list[Message]:
         """The conversation up to the reply of a turn."""
-        return [message for node in self.path(seq) for message in _messages(node)]
+        return [message for node in self.path(seq) for message in node.messages()]
 
     @property
     def mismatches(self) -> int:
@@ -224,12 +192,43 @@ class TrajectoryForest:
             seq, offset = open_nodes.pop()
             node = self.nodes[seq]
             matched = offset + len(node.suffix) + 1
-            if matched > len(messages) or not all(map(self._matches, _messages(node), messages[offset:matched])):
+            if matched > len(messages) or not all(map(self._matches, node.messages(), messages[offset:matched])):
                 continue
             if matched > best_matched or (best is not None and matched == best_matched and seq > best.seq):
                 best, best_matched = node, matched
             open_nodes.extend((child, matched) for child in self._children.get(seq, ()))
         return best, best_matched
+
+    def _turn(
+        self, attachment: Attachment, new_prompt: TokenIds, completion: Completion, extends: bool, committed_at: float
+    ) -> Node:
+        parent = self._parent(attachment.parent)
+        held = parent.context_length if parent is not None and extends else 0
+        new = np.concatenate([new_prompt, completion.token_ids])
+        return Node(
+            seq=-1,
+            parent=attachment.parent,
+            suffix=copy.deepcopy(attachment.suffix),
+            tools=copy.deepcopy(attachment.tools),
+            completion=completion,
+            prompt_length=held + len(new_prompt),
+            starts_row=not extends,
+            committed_at=committed_at,
+            log=parent.log.extended(held, new) if parent is not None and extends else TokenLog(new),
+        )
+
+    def _parent(self, seq: int | None) -> Node | None:
+        if seq is None:
+            return None
+        if not 0 <= seq < len(self.nodes):
+            raise SessionError(
+                "attachment",
+                got=f"the turn {shown(seq)}",
+                expected=f"one of the {len(self.nodes)} turns of this session",
+                reason="a turn is added behind one that is there",
+                remedy="attach the request to the forest that it is committed to",
+            )
+        return self.nodes[seq]
 
     def _check_limit(self) -> None:
         if len(self.nodes) >= self.max_nodes:
@@ -242,11 +241,6 @@ class TrajectoryForest:
             )
 
 
-def _messages(node: Node) -> Iterator[Message]:
-    yield from node.suffix
-    yield node.completion.message
-
-
 def _check_extensible(node: Node) -> None:
     if node.truncated:
         raise PathEndedError(
@@ -256,33 +250,3 @@ def _check_extensible(node: Node) -> None:
             reason="the model never wrote what would come before the new messages",
             remedy="repeat the turn with more room, or end the conversation",
         )
-
-
-def _checked(completion: Completion, prompt_length: int) -> Completion:
-    """The completion with arrays of its dtypes.
-
-    Raises:
-        SessionError: a length that does not fit, or an unknown finish reason.
-    """
-    ids = as_token_ids(completion.token_ids, "completion.token_ids").copy()
-    log_probs = np.array(completion.log_probs, np.float32)
-    experts = completion.routed_experts
-    context = prompt_length + len(ids)
-    got = ""
-    if log_probs.shape != ids.shape:
-        got = f"{len(ids)} token ids and log_probs of shape {list(log_probs.shape)}"
-    elif experts is not None and (experts.ndim != 3 or len(experts) != max(context - 1, 0)):
-        got = f"a context of {context} tokens and routed_experts of shape {list(experts.shape)}"
-    elif completion.finish_reason not in _FINISH_REASONS:
-        got = f"finish_reason {shown(completion.finish_reason)}"
-    if got:
-        raise SessionError(
-            "completion",
-            got=got,
-            expected="one log-prob per sampled token, routed experts [context - 1, layers, top-k] or none, and one of "
-            f"the finish reasons {', '.join(_FINISH_REASONS)}",
-            reason="the row is trained on exactly what was sampled",
-            remedy="return tokens, log-probs and experts of the same request from the engine",
-        )
-    message = copy.deepcopy(completion.message)
-    return replace(completion, message=message, token_ids=ids, log_probs=log_probs)

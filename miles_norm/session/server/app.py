@@ -28,7 +28,7 @@ from miles_norm.session.server.chat import ChatRequest, chat_answer, stream_even
 from miles_norm.session.server.errors import error_answer
 from miles_norm.session.server.samples import NewSession, SamplesRequest, read_body, session_rows
 from miles_norm.session.server.sessions import Sessions
-from miles_norm.session.wire import rows_to_bytes
+from miles_norm.session.wire import encode_rows
 
 __all__ = ["session_app"]
 
@@ -104,7 +104,9 @@ class _Handlers:
         renderer = self._sessions.engine.renderer
         if asked.stream:
             events = stream_events(node, asked, renderer)
-            return StreamingResponse(_each(events), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+            return StreamingResponse(
+                _each(events), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            )
         return JSONResponse(chat_answer(node, asked, renderer))
 
     async def samples(self, request: Request) -> Response:
@@ -112,7 +114,7 @@ class _Handlers:
         asked = read_body(SamplesRequest, await self._body(request))
         rows = session_rows(session, asked)
         self._sessions.metrics.rows.inc(len(rows))
-        return Response(rows_to_bytes(rows), media_type="application/octet-stream")
+        return Response(encode_rows(rows), media_type="application/octet-stream")
 
     def _check_key(self, request: Request) -> None:
         key = self._config.api_key

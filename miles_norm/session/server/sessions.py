@@ -19,7 +19,7 @@ from miles_norm.session.server.metrics import ServerMetrics
 from miles_norm.session.store import Journal, JournalRecord
 from miles_norm.session.token_log import TokenIds
 from miles_norm.session.tree import Node, TrajectoryForest
-from miles_norm.session.wire import node_from_bytes, node_to_bytes
+from miles_norm.session.wire import decode_node, encode_node
 
 __all__ = ["LiveSession", "Sessions"]
 
@@ -163,7 +163,7 @@ class Sessions:
             raise _unknown(session.session_id)
         if self._journal is not None:
             began = time.perf_counter()
-            await self._journal.append(session.session_id, "turn", node_to_bytes(turn))
+            await self._journal.append(session.session_id, "turn", encode_node(session.forest, turn))
             self.metrics.journal_seconds.observe(time.perf_counter() - began)
         node = session.forest.add(turn)
         self.metrics.turns.labels(node.completion.finish_reason).inc()
@@ -196,7 +196,7 @@ class Sessions:
             self._sessions[record.session_id] = session
         else:
             forest = self._sessions[record.session_id].forest
-            forest.add(node_from_bytes(record.payload, forest))
+            decode_node(forest, record.payload)
 
 
 def _generation(request: ChatRequest, token_ids: TokenIds, session_id: str) -> GenerationRequest:
