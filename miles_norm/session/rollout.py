@@ -28,7 +28,7 @@ class Agent(Protocol):
     ``reward`` becomes their reward, and ``rewards`` (response id -> reward) those of single leaves. None: no reward.
     """
 
-    def __call__(
+    def __call__(  # noqa: D102  # Described above.
         self, *, base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any], **kwargs: Any
     ) -> Awaitable[Mapping[str, Any] | None]: ...
 
@@ -199,7 +199,8 @@ def _rollouts(prompts: Iterable[Any], options: RolloutOptions) -> list[_Rollout]
         entry = given if isinstance(given, Mapping) else {"prompt": given}
         prompt, label, metadata = entry.get("prompt"), entry.get("label"), entry.get("metadata")
         unknown = sorted(map(str, entry.keys() - {"prompt", "label", "metadata"}))
-        if not isinstance(prompt, str | list) or not prompt or unknown or not isinstance(metadata, Mapping | None):
+        fits = isinstance(prompt, str | list) and prompt and isinstance(metadata, Mapping | None)
+        if unknown or not fits:
             bad.append(f"prompt {number}: " + (f"unknown {', '.join(unknown)}" if unknown else shown(given)))
             continue
         for _ in range(options.n_samples_per_prompt):

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from miles_norm.errors import RequestError
+from miles_norm.session.node import Node
 from miles_norm.session.rendering import Renderer
-from miles_norm.session.tree import Node
 
 __all__ = ["ChatMessage", "ChatRequest", "chat_answer", "stream_events"]
 
@@ -132,9 +132,9 @@ def stream_events(node: Node, request: ChatRequest, renderer: Renderer) -> Itera
     """
     envelope = _envelope(node, request, "chat.completion.chunk")
     message = node.completion.message
-    content = message.get("content")
+    content: str | None = message.get("content")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": "" if content is not None else None}]
-    deltas += [{"content": content[at : at + PIECE]} for at in range(0, len(content or ""), PIECE)]
+    deltas += [{"content": content[at : at + PIECE]} for at in range(0, len(content), PIECE)] if content else []
     calls = message.get("tool_calls") or ()
     deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(calls)]
     known = {"role", "content", "tool_calls"}

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from miles_norm.config import Config
+from miles_norm.config.base import Config
 
 __all__ = ["ServerConfig"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,6 +16,7 @@ __all__ = ["NewSession", "SamplesRequest", "read_body", "session_rows"]
 
 _PICKERS = {"keep_all": keep_all, "drop_retries": drop_retries}
 _Id = int | str | None
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 class NewSession(BaseModel):
@@ -75,7 +76,7 @@ def session_rows(session: LiveSession, request: SamplesRequest) -> list[Sample]:
     )
 
 
-def read_body[T: BaseModel](model: type[T], body: bytes) -> T:
+def read_body(model: type[_Body], body: bytes) -> _Body:
     """The body of a request; an empty one is that of all defaults.
 
     Raises:

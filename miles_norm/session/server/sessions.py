@@ -12,13 +12,14 @@ from typing import Any
 
 from miles_norm.errors import NodeLimitError, SessionLimitError, UnknownSessionError
 from miles_norm.session.engines.protocol import Engine, GenerationRequest
+from miles_norm.session.node import Node
 from miles_norm.session.prompt import next_prompt
 from miles_norm.session.server.chat import ChatRequest
 from miles_norm.session.server.config import ServerConfig
 from miles_norm.session.server.metrics import ServerMetrics
 from miles_norm.session.store import Journal, JournalRecord
 from miles_norm.session.token_log import TokenIds
-from miles_norm.session.tree import Node, TrajectoryForest
+from miles_norm.session.tree import TrajectoryForest
 from miles_norm.session.wire import decode_node, encode_node
 
 __all__ = ["LiveSession", "Sessions"]
