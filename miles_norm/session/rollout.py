@@ -161,7 +161,7 @@ async def _play(
         metadata["api_key"] = options.api_key
     try:
         async with asyncio.timeout(options.timeout_seconds):
-            outcome = await agent(
+            outcome: Any = await agent(
                 base_url=base_url,
                 prompt=rollout.prompt,
                 request_kwargs=dict(options.request_kwargs),

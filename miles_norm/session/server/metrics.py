@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 __all__ = ["ServerMetrics"]
 
+_PREFIX = "miles_norm_session"
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
@@ -20,21 +21,22 @@ class ServerMetrics:
 
     def __init__(self, sessions: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
-
-        def named(kind: type[Counter] | type[Histogram], name: str, text: str, labels: tuple[str, ...] = ()):  # type: ignore[no-untyped-def]
-            options = {"buckets": _SECONDS} if kind is Histogram else {}
-            return kind(f"miles_norm_session_{name}", text, labels, registry=self._registry, **options)
-
-        Gauge("miles_norm_session_sessions", "Sessions now", registry=self._registry).set_function(sessions)
-        self.turns = named(Counter, "turns", "Turns that were recorded", ("finish_reason",))
-        self.tokens = named(Counter, "tokens", "Tokens of recorded turns", ("kind",))
-        self.mismatches = named(Counter, "mismatches", "Turns that start a row although they continue another turn")
-        self.errors = named(Counter, "errors", "Requests that were answered with an error", ("error",))
-        self.rows = named(Counter, "rows", "Training rows that were handed out")
-        self.engine_seconds = named(Histogram, "engine_seconds", "Time that a turn waits for the engine")
-        self.journal_seconds = named(Histogram, "journal_seconds", "Time that a turn waits for the journal")
-        self.turn_seconds = named(Histogram, "turn_seconds", "Time of a whole turn")
+        Gauge(f"{_PREFIX}_sessions", "Sessions now", registry=self._registry).set_function(sessions)
+        self.turns = self._counter("turns", "Turns that were recorded", "finish_reason")
+        self.tokens = self._counter("tokens", "Tokens of recorded turns", "kind")
+        self.mismatches = self._counter("mismatches", "Turns that start a row although they continue another turn")
+        self.errors = self._counter("errors", "Requests that were answered with an error", "error")
+        self.rows = self._counter("rows", "Training rows that were handed out")
+        self.engine_seconds = self._seconds("engine", "Time that a turn waits for the engine")
+        self.journal_seconds = self._seconds("journal", "Time that a turn waits for the journal")
+        self.turn_seconds = self._seconds("turn", "Time of a whole turn")
 
     def page(self) -> bytes:
         """All of them as Prometheus reads them."""
         return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{_PREFIX}_{name}", text, labels, registry=self._registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(f"{_PREFIX}_{name}_seconds", text, registry=self._registry, buckets=_SECONDS)
