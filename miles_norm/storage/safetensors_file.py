@@ -14,7 +14,7 @@ from torch import Tensor
 from miles_norm.errors import MissingDependencyError
 from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
 
-__all__ = ["load_safetensors", "safetensors_package", "save_safetensors"]
+__all__ = ["load_safetensors", "save_safetensors"]
 
 _LAYOUT, _HEAD = "miles_norm", "head"
 
@@ -29,7 +29,7 @@ def save_safetensors(table: StoredTable, file: BinaryIO) -> None:
         OSError: the disk is full.
         MissingDependencyError: the package safetensors is not installed.
     """
-    package = safetensors_package()
+    package = _safetensors()
     layout = Layout.of(table)
     head = np.frombuffer(bytearray(table.head.encode("ascii")), np.uint8)
     tensors: dict[str, Tensor] = {_HEAD: torch.from_numpy(head)}
@@ -58,7 +58,7 @@ def load_safetensors(
         names: Columns to load; all by default.
         finish: Turns the table into its result.
     """
-    with safetensors_package().safe_open(os.fspath(path), framework="pt") as file:
+    with _safetensors().safe_open(os.fspath(path), framework="pt") as file:
         text = (file.metadata() or {}).get(_LAYOUT)
         if text is None:
             refuse(
@@ -102,8 +102,7 @@ def _sound(value: Tensor) -> Tensor:
     return value
 
 
-def safetensors_package() -> Any:
-    """The package, or an error that says how to get it."""
+def _safetensors() -> Any:
     try:
         import safetensors
         import safetensors.torch

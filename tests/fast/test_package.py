@@ -45,6 +45,7 @@ ROOMS = (
     "filters",
     "loss",
     "conversion",
+    "session",
     "cli",
 )
 CORE = ROOMS[: ROOMS.index("conversion") + 1]
