@@ -15,13 +15,7 @@ from torch import Tensor
 from miles_norm.errors import MissingDependencyError
 from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
 
-__all__ = [
-    "load_safetensors",
-    "safetensors_from_bytes",
-    "safetensors_package",
-    "safetensors_to_bytes",
-    "save_safetensors",
-]
+__all__ = ["load_safetensors", "safetensors_from_bytes", "safetensors_to_bytes", "save_safetensors"]
 
 _LAYOUT, _HEAD = "miles_norm", "head"
 
@@ -36,7 +30,7 @@ def save_safetensors(table: StoredTable, file: BinaryIO) -> None:
         OSError: the disk is full.
         MissingDependencyError: the package safetensors is not installed.
     """
-    package = safetensors_package()
+    package = _safetensors()
     tensors, layout = _tensors(table)
     try:
         package.torch.save_file(tensors, os.fspath(file.name), {_LAYOUT: layout})
@@ -50,7 +44,7 @@ def safetensors_to_bytes(table: StoredTable) -> bytes:
     Raises:
         MissingDependencyError: the package safetensors is not installed.
     """
-    package = safetensors_package()
+    package = _safetensors()
     tensors, layout = _tensors(table)
     data: bytes = package.torch.save(tensors, {_LAYOUT: layout})
     return data
@@ -83,13 +77,13 @@ def load_safetensors(
         names: Columns to load; all by default.
         finish: Turns the table into its result.
     """
-    with safetensors_package().safe_open(os.fspath(path), framework="pt") as file:
+    with _safetensors().safe_open(os.fspath(path), framework="pt") as file:
         return finish(_table((file.metadata() or {}).get(_LAYOUT), file.keys(), file.get_tensor, kind, subject, names))
 
 
 def safetensors_from_bytes(data: bytes, kind: str, subject: str, finish: Callable[[StoredTable], Any]) -> Any:
     """``load_safetensors`` for bytes, of which the tensors are copies."""
-    tensors = safetensors_package().torch.load(data)
+    tensors = _safetensors().torch.load(data)
     # The package checked the header, but hands out the tensors only.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     layout = header.get("__metadata__", {}).get(_LAYOUT)
@@ -151,8 +145,7 @@ def _sound(value: Tensor) -> Tensor:
     return value
 
 
-def safetensors_package() -> Any:
-    """The package, or an error that says how to get it."""
+def _safetensors() -> Any:
     try:
         import safetensors
         import safetensors.torch

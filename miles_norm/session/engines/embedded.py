@@ -55,9 +55,10 @@ class EmbeddedEngine:
     >>> async def sample():
     ...     engine = EmbeddedEngine()
     ...     await engine.start()
-    ...     text = engine.renderer.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
-    ...     prompt = np.array(engine.renderer.encode(text), dtype=np.int32)
-    ...     completion = await engine.generate(GenerationRequest(token_ids=prompt, max_tokens=5, seed=1))
+    ...     messages = [{"role": "user", "content": "hi"}]
+    ...     ids = engine.renderer.encode(engine.renderer.render(messages, add_generation_prompt=True))
+    ...     request = GenerationRequest(token_ids=np.array(ids, np.int32), messages=messages, max_tokens=5, seed=1)
+    ...     completion = await engine.generate(request)
     ...     await engine.close()
     ...     return completion
     >>> completion = asyncio.run(sample())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from miles_norm.errors import DumpError
 from miles_norm.session.engines.chatml import END_OF_TURN, VOCABULARY_SIZE
 from miles_norm.session.engines.protocol import refuse
+from miles_norm.session.extras import import_extra
 from miles_norm.storage.atomic import open_existing, replacing
-from miles_norm.storage.safetensors_file import safetensors_package
 
 __all__ = ["Decoder", "EmbeddedPolicy", "load_weights"]
 
@@ -57,7 +56,7 @@ class EmbeddedPolicy(nn.Module):
         return logits
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> EmbeddedPolicy:
-        """A copy that has the given weights, as ``state_dict`` names them.
+        """A policy of the same sizes that has the given weights, as ``state_dict`` names them.
 
         Raises:
             EngineRejectedError: missing, unknown, wrongly shaped or non-finite weights; all are named.
@@ -73,7 +72,7 @@ class EmbeddedPolicy(nn.Module):
                 faults.append(f"{name} has values that are no finite numbers")
         if faults:
             raise refuse("; ".join(faults), "the weights of this policy, finite, under the names of its state_dict")
-        policy = copy.deepcopy(self)
+        policy = EmbeddedPolicy(self.gru.hidden_size, self.gru.input_size)
         policy.load_state_dict(dict(weights))
         return policy
 
@@ -84,10 +83,10 @@ class EmbeddedPolicy(nn.Module):
             DumpError: the folder is missing, full or not writable.
             MissingDependencyError: the package safetensors is not installed.
         """
-        package = safetensors_package()
-        with replacing(Path(path), f"weights {os.fspath(path)}") as file:
-            tensors = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
-            file.write(package.torch.save(tensors))
+        subject = f"weights {os.fspath(path)}"
+        package = import_extra("safetensors.torch", subject)
+        with replacing(Path(path), subject) as file:
+            file.write(package.save(self.state_dict()))
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -99,12 +98,13 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     file = Path(path)
     file = file / "model.safetensors" if file.is_dir() else file
-    package, subject = safetensors_package(), f"weights {os.fspath(file)}"
+    subject = f"weights {os.fspath(file)}"
+    package = import_extra("safetensors.torch", subject)
     with open_existing(file, subject) as stream:
         data = stream.read()
     try:
-        weights: dict[str, Tensor] = package.torch.load(data)
-    except (package.SafetensorError, ValueError, KeyError) as error:
+        weights: dict[str, Tensor] = package.load(data)
+    except (import_extra("safetensors", subject).SafetensorError, ValueError, KeyError) as error:
         raise DumpError(
             subject,
             got=str(error),

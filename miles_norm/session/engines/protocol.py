@@ -24,13 +24,13 @@ class GenerationRequest:
     """One completion to sample.
 
     Raises:
-        EngineRejectedError: an empty prompt or a sampling parameter out of range, all of them named, status 400.
+        EngineRejectedError: no prompt, no messages, or a sampling parameter out of range; all are named, status 400.
     """
 
     token_ids: NDArray[np.int32]
     """The prompt as the model reads it ``[T]``, opening of the reply included; never rendered again."""
-    messages: Sequence[Message] = ()
-    """The same prompt as OpenAI messages, for engines and routers that want to see them."""
+    messages: Sequence[Message]
+    """The same prompt as OpenAI messages, at least one, for engines and routers that want to see them."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """OpenAI tools; replies are parsed for tool calls where there are any."""
     temperature: float = 1.0
@@ -50,7 +50,8 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         limit = self.max_tokens
         faults = {
-            "prompt": None if len(self.token_ids) else "0 tokens, expected at least 1",
+            "token_ids": None if len(self.token_ids) else "empty, expected at least 1 token",
+            "messages": None if self.messages else "empty, expected at least 1 message",
             "temperature": _outside(self.temperature, 0.0, math.inf),
             "top_p": "0, expected more" if self.top_p == 0 else _outside(self.top_p, 0.0, 1.0),
             "max_tokens": None if limit is None else _outside(limit, 1, math.inf),
