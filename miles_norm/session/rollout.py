@@ -65,7 +65,7 @@ class RolloutOptions(Config):
     api_key: str | None = Field(default=None, min_length=1)
     """Of the session server. Agents find it in `metadata["api_key"]`."""
 
-    request_kwargs: dict[str, Any] = Field(default_factory=dict)
+    request_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Handed to the agent for its requests, such as temperature and max_tokens."""
 
 
