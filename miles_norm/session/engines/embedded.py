@@ -89,9 +89,7 @@ class EmbeddedEngine:
         self._wake = asyncio.Event()
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "embedded-engine")
-        # Steps are too small to share among cores. PyTorch keeps this number per thread, and hands the last one set on
-        # to threads made later: set it back for them.
-        await self._in_thread(torch.set_num_threads, 1)
+        await self._in_thread(_take_one_core)
         torch.set_num_threads(threads)
         self._runner = asyncio.create_task(self._run())
 
@@ -246,6 +244,16 @@ class EmbeddedEngine:
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _take_one_core() -> None:
+    """Have this thread share no operation with other cores: those of a step are too small for that.
+
+    PyTorch keeps the number per thread, and a thread takes the number that was set last when it first asks. So it asks
+    here, and whoever calls sets his own number again, for threads made later.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()
 
 
 def _unavailable(got: str) -> EngineUnavailableError:
