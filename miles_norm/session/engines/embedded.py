@@ -101,7 +101,7 @@ class EmbeddedEngine:
         runner.cancel()
         await asyncio.wait([runner])
         self._thread.shutdown()
-        self._fail(_unavailable("it was closed"))
+        self._fail("it was closed")
 
     async def health(self) -> bool:
         """Whether it has been started and not closed."""
@@ -158,7 +158,7 @@ class EmbeddedEngine:
         try:
             await self._sample()
         except Exception as error:  # noqa: BLE001  # Whatever it is, nobody may wait for a thread that has stopped.
-            self._fail(_unavailable(f"sampling failed: {type(error).__name__}: {error}"))
+            self._fail(f"sampling failed: {type(error).__name__}: {error}")
 
     async def _sample(self) -> None:
         while True:
@@ -189,7 +189,7 @@ class EmbeddedEngine:
             del self._futures[generation]
         if gone:
             self._waiting = deque(generation for generation in self._waiting if generation not in gone)
-            self._batch.generations = [None if one in gone else one for one in self._batch.generations]
+            self._batch.remove(gone)
 
     def _settle(self, generation: Generation) -> None:
         future = self._futures[generation]
@@ -197,11 +197,13 @@ class EmbeddedEngine:
             future.set_result(self._completion(generation))
             del self._futures[generation]
 
-    def _fail(self, error: EngineUnavailableError) -> None:
+    def _fail(self, reason: str) -> None:
         waited_for: list[asyncio.Future[Any]] = [*self._futures.values(), *(done for *_, done in self._updates)]
         for future in waited_for:
             if not future.done():
-                future.set_exception(error)
+                # An error of its own for each: they are raised in different tasks.
+                future.set_exception(_unavailable(reason))
+        self._batch.clear()
         self._futures.clear()
         self._updates.clear()
         self._waiting.clear()

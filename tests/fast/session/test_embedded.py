@@ -393,6 +393,9 @@ def test_an_engine_that_is_not_running() -> None:
             with pytest.raises(EngineUnavailableError, match="it was closed"):
                 await task
         assert not await engine.health()
+        await engine.start()
+        assert len((await engine.generate(ask(max_tokens=3))).token_ids) == 3
+        await engine.close()
 
     asyncio.run(use())
 
