@@ -1,91 +1,19 @@
-"""The embedded engine: log-probs, seeds, batching, cancellation and new weights."""
+"""The embedded engine: log-probs, sampling, seeds, stop texts, tool calls, and requests that it refuses."""
 
-import asyncio
-import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from embedded_engines import PROMPT, ask, fixed_policy, recomputed, run, same, sample, sharp_policy
 
-from miles_norm.errors import EngineRejectedError, EngineUnavailableError
+from miles_norm.errors import EngineRejectedError
 from miles_norm.session.completion import Completion
 from miles_norm.session.engines.embedded import EmbeddedEngine
 from miles_norm.session.engines.embedded_batch import Batch
 from miles_norm.session.engines.embedded_policy import EmbeddedPolicy
-from miles_norm.session.engines.protocol import Engine, GenerationRequest
-
-T = TypeVar("T")
-MESSAGES = [{"role": "user", "content": "what is 3+4?"}]
-
-
-def run(engine: EmbeddedEngine, use: Callable[[EmbeddedEngine], Awaitable[T]]) -> T:
-    async def started() -> T:
-        await engine.start()
-        try:
-            return await use(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(started())
-
-
-def prompt_of(messages: list[dict[str, Any]]) -> np.ndarray:
-    renderer = EmbeddedEngine().renderer
-    return np.array(renderer.encode(renderer.render(messages, add_generation_prompt=True)), dtype=np.int32)
-
-
-PROMPT = prompt_of(MESSAGES)
-
-
-def ask(token_ids: Any = PROMPT, **settings: Any) -> GenerationRequest:
-    return GenerationRequest(token_ids=np.asarray(token_ids), messages=MESSAGES, **settings)
-
-
-def sample(engine: EmbeddedEngine, *requests: GenerationRequest) -> list[Completion]:
-    """All of them at once."""
-
-    async def use(engine: EmbeddedEngine) -> list[Completion]:
-        return list(await asyncio.gather(*map(engine.generate, requests)))
-
-    return run(engine, use)
-
-
-def same(first: Completion, second: Completion) -> bool:
-    return (
-        first.token_ids.tolist() == second.token_ids.tolist() and first.log_probs.tolist() == second.log_probs.tolist()
-    )
-
-
-def recomputed(policy: EmbeddedPolicy, prompt: np.ndarray, completion: Completion) -> np.ndarray:
-    """Log-probs of the reply by one forward over the whole sequence."""
-    ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids])).long()
-    with torch.no_grad():
-        log_probs = policy(ids[None])[0].log_softmax(dim=-1)
-    return log_probs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])[:, 0].numpy()
-
-
-def sharp_policy(seed: int = 0, scale: float = 4.0) -> EmbeddedPolicy:
-    """Larger weights, so that what was read before matters to every token."""
-    policy = EmbeddedPolicy(32, 16, seed=seed)
-    with torch.no_grad():
-        policy.gru.weight_hh_l0.mul_(scale)
-        policy.gru.weight_ih_l0.mul_(scale)
-        policy.head.weight.mul_(scale)
-    return policy
-
-
-def fixed_policy(probabilities: dict[int, float]) -> EmbeddedPolicy:
-    """The same distribution whatever was read."""
-    policy = EmbeddedPolicy(8, 4)
-    with torch.no_grad():
-        policy.head.weight.zero_()
-        policy.head.bias.fill_(-1e4)
-        for token, probability in probabilities.items():
-            policy.head.bias[token] = np.log(probability)
-    return policy
+from miles_norm.session.engines.protocol import Engine
 
 
 def test_it_is_an_engine() -> None:
@@ -186,58 +114,6 @@ def test_a_continued_conversation_reads_only_what_is_new(monkeypatch: pytest.Mon
     assert read[-1] == 0
 
 
-def test_late_requests_join_the_batch() -> None:
-    async def use(engine: EmbeddedEngine) -> None:
-        long = asyncio.create_task(engine.generate(ask(max_tokens=15_000, seed=0)))
-        await asyncio.sleep(0)
-        for seed in range(3):
-            assert len((await engine.generate(ask(max_tokens=20, seed=seed))).token_ids) == 20
-        assert not long.done()
-        long.cancel()
-
-    run(EmbeddedEngine(fixed_policy({65: 1.0})), use)
-
-
-def test_a_cancelled_task_ends_its_own_generation_only() -> None:
-    async def use(engine: EmbeddedEngine) -> None:
-        tasks = [asyncio.create_task(engine.generate(ask(max_tokens=10_000, seed=k))) for k in range(4)]
-        waiting = asyncio.create_task(engine.generate(ask(max_tokens=10_000)))
-        short = asyncio.create_task(engine.generate(ask(max_tokens=30, seed=9)))
-        await asyncio.sleep(0.01)
-        waiting.cancel()
-        tasks[1].cancel()
-        # There are four slots: this one gets the one that was given up.
-        assert len((await short).token_ids) == 30
-        assert [task.done() for task in tasks] == [False, True, False, False]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert len((await engine.generate(ask(max_tokens=5))).token_ids) == 5
-
-    run(EmbeddedEngine(fixed_policy({65: 1.0}), slots=4), use)
-
-
-def test_torch_works_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: set[tuple[str, int]] = set()
-    advance = Batch.advance
-
-    def noted(self: Batch) -> Any:
-        threads.add((threading.current_thread().name, torch.get_num_threads()))
-        return advance(self)
-
-    monkeypatch.setattr(Batch, "advance", noted)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        sample(EmbeddedEngine(), ask(max_tokens=3))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-    [(name, number)] = threads
-    assert name.startswith("embedded-engine")
-    assert number == 1
-
-
 @pytest.mark.parametrize(
     ("stop", "content", "tokens"),
     [
@@ -300,59 +176,6 @@ def test_a_policy_learns_to_call_a_tool(tmp_path: Path) -> None:
         assert text.finish_reason == "stop"
 
 
-def test_a_generation_is_of_one_version() -> None:
-    """An update waits for what runs, and what comes later waits for the update."""
-    old, new = sharp_policy(0), sharp_policy(1)
-
-    async def use(engine: EmbeddedEngine) -> list[Completion]:
-        running = asyncio.create_task(engine.generate(ask(max_tokens=300, seed=1)))
-        await asyncio.sleep(0.01)
-        update = asyncio.create_task(engine.load_weights(new.state_dict(), "1"))
-        await asyncio.sleep(0.01)
-        late = await engine.generate(ask(max_tokens=300, seed=2))
-        assert update.done()
-        return [await running, late]
-
-    first, late = run(EmbeddedEngine(old, weight_version="0"), use)
-    assert (first.weight_version, late.weight_version) == ("0", "1")
-    assert np.abs(recomputed(old, PROMPT, first) - first.log_probs).max() < 1e-5
-    assert np.abs(recomputed(new, PROMPT, late) - late.log_probs).max() < 1e-5
-
-
-def test_training_the_policy_does_not_reach_the_engine() -> None:
-    policy = sharp_policy()
-    engine = EmbeddedEngine(policy)
-    [before] = sample(engine, ask(max_tokens=30, seed=1))
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(1.0)
-    [after] = sample(engine, ask(max_tokens=30, seed=1))
-    assert same(before, after)
-
-
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(tmp_path: Path) -> None:
-    weights = EmbeddedPolicy().state_dict()
-    weights["head.weight"] = weights["head.weight"][:5]
-    weights["embedding.weight"] = weights["embedding.weight"].clone().fill_(torch.nan)
-    weights["other"] = weights.pop("head.bias")
-    (tmp_path / "text").write_text("no weights")
-
-    async def use(engine: EmbeddedEngine) -> None:
-        match = (
-            r"head\.bias is missing; embedding\.weight has values that are no finite numbers; .*"
-            r"head\.weight has shape \[5, 128\] instead of \[261, 128\]; other is unknown"
-        )
-        with pytest.raises(EngineRejectedError, match=match):
-            await engine.load_weights(weights, "1")
-        with pytest.raises(EngineRejectedError, match=r"weights .*text: .*header"):
-            await engine.update_weights(tmp_path / "text", "1")
-        with pytest.raises(EngineRejectedError, match=r"model\.safetensors: No such file or directory"):
-            await engine.update_weights(tmp_path, "1")
-        assert (await engine.generate(ask(max_tokens=3))).weight_version == "0"
-
-    run(EmbeddedEngine(), use)
-
-
 @pytest.mark.parametrize(
     ("token_ids", "settings", "match"),
     [
@@ -372,49 +195,6 @@ def test_requests_that_are_refused(token_ids: Any, settings: dict[str, Any], mat
         assert len((await engine.generate(ask([1] * 99))).token_ids) == 1
 
     run(EmbeddedEngine(context_length=100), use)
-
-
-def test_an_engine_that_is_not_running() -> None:
-    engine = EmbeddedEngine(fixed_policy({65: 1.0}))
-
-    async def use() -> None:
-        assert not await engine.health()
-        for used in (engine.generate(ask()), engine.load_weights({}, "1"), engine.update_weights("x", "1")):
-            with pytest.raises(EngineUnavailableError, match="not started"):
-                await used
-        await engine.close()
-        await engine.start()
-        assert await engine.health()
-        running = asyncio.create_task(engine.generate(ask()))
-        update = asyncio.create_task(engine.load_weights(engine_weights(), "1"))
-        await asyncio.sleep(0.01)
-        await engine.close()
-        for task in (running, update):
-            with pytest.raises(EngineUnavailableError, match="it was closed"):
-                await task
-        assert not await engine.health()
-        await engine.start()
-        assert len((await engine.generate(ask(max_tokens=3))).token_ids) == 3
-        await engine.close()
-
-    asyncio.run(use())
-
-
-def engine_weights() -> dict[str, torch.Tensor]:
-    return EmbeddedPolicy(8, 4).state_dict()
-
-
-def test_when_sampling_breaks_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Batch) -> None:
-        raise MemoryError("no room")
-
-    async def use(engine: EmbeddedEngine) -> None:
-        monkeypatch.setattr(Batch, "advance", broken)
-        with pytest.raises(EngineUnavailableError, match="sampling failed: MemoryError: no room"):
-            await engine.generate(ask())
-        assert not await engine.health()
-
-    run(EmbeddedEngine(), use)
 
 
 def test_making_a_policy_leaves_the_random_state_alone() -> None:
