@@ -52,12 +52,13 @@ def recomputed(policy: EmbeddedPolicy, prompt: np.ndarray, completion: Completio
 
 
 def sharp_policy(seed: int = 0, scale: float = 4.0) -> EmbeddedPolicy:
-    """Larger weights, so that what was read before matters to every token."""
+    """Larger weights, so that what was read before matters to every token; its replies end by length."""
     policy = EmbeddedPolicy(32, 16, seed=seed)
     with torch.no_grad():
         policy.gru.weight_hh_l0.mul_(scale)
         policy.gru.weight_ih_l0.mul_(scale)
         policy.head.weight.mul_(scale)
+        policy.head.bias[256:] = -1e4
     return policy
 
 

@@ -74,8 +74,9 @@ def test_a_generation_is_of_one_version() -> None:
     old, new = sharp_policy(0), sharp_policy(1)
 
     async def use(engine: EmbeddedEngine) -> list[Completion]:
-        running = asyncio.create_task(engine.generate(ask(max_tokens=300, seed=1)))
+        running = asyncio.create_task(engine.generate(ask(max_tokens=3_000, seed=1)))
         await asyncio.sleep(0.01)
+        assert not running.done()
         update = asyncio.create_task(engine.load_weights(new.state_dict(), "1"))
         await asyncio.sleep(0.01)
         late = await engine.generate(ask(max_tokens=300, seed=2))
