@@ -26,7 +26,7 @@ from agent import TOOLS
 from miles_norm.session.engines.chatml import ChatMLRenderer
 from miles_norm.session.engines.embedded_policy import EmbeddedPolicy
 
-STEPS, BATCH, CONVERSATIONS, LEARNING_RATE = 150, 32, 2048, 5e-3
+STEPS, BATCH, CONVERSATIONS, LEARNING_RATE = 100, 32, 2048, 5e-3
 
 
 def conversation(rng: random.Random) -> list[dict[str, Any]]:
