@@ -89,9 +89,7 @@ class EmbeddedEngine:
         self._wake = asyncio.Event()
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "embedded-engine")
-        # Steps are too small to share among cores. PyTorch keeps this number per thread, and hands the last one set on
-        # to threads made later: set it back for them.
-        await self._in_thread(torch.set_num_threads, 1)
+        await self._in_thread(_take_one_core)
         torch.set_num_threads(threads)
         self._runner = asyncio.create_task(self._run())
 
@@ -103,7 +101,7 @@ class EmbeddedEngine:
         runner.cancel()
         await asyncio.wait([runner])
         self._thread.shutdown()
-        self._fail(_unavailable("it was closed"))
+        self._fail("it was closed")
 
     async def health(self) -> bool:
         """Whether it has been started and not closed."""
@@ -160,7 +158,7 @@ class EmbeddedEngine:
         try:
             await self._sample()
         except Exception as error:  # noqa: BLE001  # Whatever it is, nobody may wait for a thread that has stopped.
-            self._fail(_unavailable(f"sampling failed: {type(error).__name__}: {error}"))
+            self._fail(f"sampling failed: {type(error).__name__}: {error}")
 
     async def _sample(self) -> None:
         while True:
@@ -191,7 +189,7 @@ class EmbeddedEngine:
             del self._futures[generation]
         if gone:
             self._waiting = deque(generation for generation in self._waiting if generation not in gone)
-            self._batch.generations = [None if one in gone else one for one in self._batch.generations]
+            self._batch.remove(gone)
 
     def _settle(self, generation: Generation) -> None:
         future = self._futures[generation]
@@ -199,11 +197,13 @@ class EmbeddedEngine:
             future.set_result(self._completion(generation))
             del self._futures[generation]
 
-    def _fail(self, error: EngineUnavailableError) -> None:
+    def _fail(self, reason: str) -> None:
         waited_for: list[asyncio.Future[Any]] = [*self._futures.values(), *(done for *_, done in self._updates)]
         for future in waited_for:
             if not future.done():
-                future.set_exception(error)
+                # An error of its own for each: they are raised in different tasks.
+                future.set_exception(_unavailable(reason))
+        self._batch.clear()
         self._futures.clear()
         self._updates.clear()
         self._waiting.clear()
@@ -246,6 +246,16 @@ class EmbeddedEngine:
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _take_one_core() -> None:
+    """Have this thread share no operation with other cores: those of a step are too small for that.
+
+    PyTorch keeps the number per thread, and a thread takes the number that was set last when it first asks. So it asks
+    here, and whoever calls sets his own number again, for threads made later.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()
 
 
 def _unavailable(got: str) -> EngineUnavailableError:

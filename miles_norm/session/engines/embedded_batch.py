@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,6 +99,14 @@ class Batch:
         with torch.inference_mode():
             self._states[slot] = 0.0 if state is None else state
         self.generations[slot] = generation
+
+    def remove(self, generations: Collection[Generation]) -> None:
+        """Free the slots of some of them."""
+        self.generations = [None if one in generations else one for one in self.generations]
+
+    def clear(self) -> None:
+        """Free all slots."""
+        self.generations = [None] * len(self.generations)
 
     @torch.inference_mode()
     def advance(self) -> list[Generation]:

@@ -51,6 +51,8 @@ class HuggingFaceRenderer:
         self._folder = Path(folder)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         except Exception as error:  # tokenizers raises nothing narrower
             raise self._unreadable("tokenizer.json", str(error)) from error
         try:

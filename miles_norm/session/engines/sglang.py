@@ -184,7 +184,8 @@ class SGLangEngine:
             ) as answer:
                 return answer.status, (await answer.read()).decode("utf-8", "replace")
         except TimeoutError as error:
-            raise _unavailable(self._url, f"no answer within {timeout_s:g} s") from error
+            # A connection that is not made in time has a text of its own.
+            raise _unavailable(self._url, str(error) or f"no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _unavailable(self._url, f"{type(error).__name__}: {error}") from error
 
