@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import aiohttp
+from pydantic import Field
 
-from miles_norm.errors import ConfigError, SessionError, shown
+from miles_norm.config.base import Config
+from miles_norm.errors import ConfigError, RequestError, shown
 from miles_norm.samples import Sample
-from miles_norm.session.wire import decode_rows
+from miles_norm.session.client import SessionClient, connect
+from miles_norm.storage.plain_values import NotPlainError, plain_mapping
 
 __all__ = ["Agent", "RolloutOptions", "run_rollouts"]
 
 logger = logging.getLogger("miles_norm")
+
+_GRACE_SECONDS = 5
+"""What an agent gets to end once it has been cancelled; then it is left to itself."""
 
 
 class Agent(Protocol):
@@ -33,36 +36,37 @@ class Agent(Protocol):
     ) -> Awaitable[Mapping[str, Any] | None]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
-    """How rollouts are run."""
+class RolloutOptions(Config):
+    """How rollouts are run.
 
-    n_samples_per_prompt: int = 1
+    >>> RolloutOptions(n_samples_per_prompt=8, request_kwargs={"max_tokens": 512}).concurrency
+    64
+    """
+
+    n_samples_per_prompt: int = Field(default=1, ge=1)
     """Rollouts of each prompt."""
-    concurrency: int = 64
+
+    concurrency: int = Field(default=64, ge=1)
     """Rollouts at a time."""
-    timeout_seconds: float | None = None
-    """A rollout that takes longer is ended and counts as aborted; None: as long as it takes."""
-    retries: int = 3
+
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """A rollout that takes longer is ended and counts as aborted; null: as long as it takes."""
+
+    retries: int = Field(default=5, ge=0)
     """How often a request of the driver's own (create a session, take its rows) is repeated when the server does not
-    answer. The agent is never run twice for one rollout."""
+    answer or fails, with pauses that double from 0.2 s. The agent is never run twice for one rollout."""
+
     picker: Literal["keep_all", "drop_retries"] = "drop_retries"
     """Which leaves become rows."""
-    max_seq_len: int | None = None
-    """Tokens that a row may have."""
-    api_key: str | None = None
-    """Of the session server. Agents find it in ``metadata["api_key"]``."""
-    request_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to the agent for its requests, such as temperature and max_tokens."""
 
-    def __post_init__(self) -> None:
-        for name in ("n_samples_per_prompt", "concurrency"):
-            if getattr(self, name) < 1:
-                raise _wrong_option(name, getattr(self, name), "a whole number from 1")
-        if self.retries < 0:
-            raise _wrong_option("retries", self.retries, "a whole number from 0")
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise _wrong_option("timeout_seconds", self.timeout_seconds, "a number above 0, or None")
+    max_seq_len: int | None = Field(default=None, ge=1)
+    """Tokens that a row may have."""
+
+    api_key: str | None = Field(default=None, min_length=1)
+    """Of the session server. Agents find it in `metadata["api_key"]`."""
+
+    request_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    """Handed to the agent for its requests, such as temperature and max_tokens."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,10 @@ async def run_rollouts(
 
     Row identities: ``group_index`` is the number of the prompt, ``index`` and ``rollout_id`` that of the rollout.
 
-    An agent that raises or takes too long costs its rollout, not the batch: the rows of the turns it made have status
-    ``aborted``, no reward, and the error in ``metadata["error"]``. A rollout without any turn is one such row without
-    tokens, so that its group still shows how many rollouts it had. Normalize with ``missing_reward="exclude"``.
+    An agent that raises, takes too long or returns what is no outcome costs its rollout, not the batch: the rows of the
+    turns it made have status ``aborted``, no reward, and what went wrong in ``metadata["error"]``. A rollout without
+    rows is one such row without tokens, so that its group still shows how many rollouts it had. Normalize with
+    ``missing_reward="exclude"``.
 
     Args:
         agent: Run side by side with itself; see ``Agent``.
@@ -103,12 +108,14 @@ async def run_rollouts(
         The rows of all rollouts, ordered by prompt and rollout.
 
     Raises:
+        ConfigError: prompts that are neither of these; all are named.
         SessionError: the server cannot be reached, or refuses the driver's requests.
     """
     options = options or RolloutOptions()
-    rollouts = _rollouts(prompts, options)
+    rollouts = _rollouts(prompts, options.n_samples_per_prompt)
     gate = asyncio.Semaphore(options.concurrency)
-    async with _client(server, options) as client:
+    connected = connect(server, api_key=options.api_key, connections=options.concurrency, retries=options.retries)
+    async with connected as client:
 
         async def run(rollout: _Rollout) -> list[Sample]:
             async with gate:
@@ -125,74 +132,87 @@ async def run_rollouts(
     return [row for task in tasks for row in task.result()]
 
 
-async def _run(agent: Agent, rollout: _Rollout, client: _Client, options: RolloutOptions) -> list[Sample]:
-    session = (await client.json("POST", "/sessions", {"metadata": {"index": rollout.index}}))["session_id"]
+async def _run(agent: Agent, rollout: _Rollout, client: SessionClient, options: RolloutOptions) -> list[Sample]:
+    session = await client.create({"index": rollout.index})
+    asked = {
+        "group_index": rollout.group_index,
+        "index": rollout.index,
+        "picker": options.picker,
+        "max_seq_len": options.max_seq_len,
+    }
     try:
-        outcome, error = await _play(agent, rollout, f"{client.server}/sessions/{session}", options)
-        asked = {
-            "group_index": rollout.group_index,
-            "index": rollout.index,
-            "rollout_id": rollout.index,
-            "picker": options.picker,
-            "max_seq_len": options.max_seq_len,
-            "prompt": rollout.prompt,
-            "label": rollout.label,
-        }
-        if outcome is not None:
-            asked["agent"] = {name: outcome[name] for name in ("reward", "rewards") if name in outcome}
-        rows, _ = decode_rows(await client.bytes("POST", f"/sessions/{session}/samples", asked))
+        outcome, error = await _play(agent, rollout, client.base_url(session), options)
+        try:
+            rewards = {name: outcome[name] for name in ("reward", "rewards") if name in outcome}
+            rows = await client.rows(session, {**asked, "agent": rewards})
+        except RequestError as refusal:
+            if not rewards:
+                raise
+            outcome, error = {}, f"the agent returned {shown(rewards)}: {refusal.got}"
+            rows = await client.rows(session, asked)
     finally:
         await client.forget(session)
-    rows = rows or [_without_turns(rollout)]
+    if not rows:
+        rows = [Sample(group_index=rollout.group_index, index=rollout.index, rollout_id=rollout.index, loss_mask=[])]
+        error = error or "no rows: the agent made no turn, or none that fits into max_seq_len"
     for row in rows:
-        row.metadata = {**rollout.metadata, **dict(outcome or {}), **row.metadata}
+        row.prompt, row.label = rollout.prompt, rollout.label
+        row.metadata = {**rollout.metadata, **outcome, **row.metadata}
         if error is not None:
             row.status, row.reward = "aborted", None
             row.metadata["error"] = error
+    if error is not None:
+        logger.warning("rollout %d of prompt %d was aborted: %s", rollout.index, rollout.group_index, error)
     return rows
 
 
 async def _play(
     agent: Agent, rollout: _Rollout, base_url: str, options: RolloutOptions
-) -> tuple[Mapping[str, Any] | None, str | None]:
-    """What the agent returned, and what went wrong if it did not."""
+) -> tuple[dict[str, Any], str | None]:
+    """What the agent returned, and what went wrong.
+
+    It runs in a task of its own: what it does about being cancelled, or to cancel itself, stays there.
+    """
     metadata = dict(rollout.metadata)
     if options.api_key is not None:
         metadata["api_key"] = options.api_key
+    request_kwargs = dict(options.request_kwargs)
+    task = asyncio.create_task(_outcome(agent, base_url, rollout, request_kwargs, metadata))
     try:
-        async with asyncio.timeout(options.timeout_seconds):
-            outcome: Any = await agent(
-                base_url=base_url,
-                prompt=rollout.prompt,
-                request_kwargs=dict(options.request_kwargs),
-                metadata=metadata,
-                label=rollout.label,
-            )
-    except Exception as error:  # noqa: BLE001  # Whatever an agent raises, it costs its own rollout only.
-        timed_out = isinstance(error, TimeoutError) and not str(error)
-        text = f"no end after {options.timeout_seconds} s" if timed_out else f"{type(error).__name__}: {error}"
-        logger.warning("rollout %d of prompt %d was aborted: %s", rollout.index, rollout.group_index, text)
-        return None, text
-    if outcome is not None and not isinstance(outcome, Mapping):
-        text = f"the agent returned {shown(outcome)}, neither a mapping nor None"
-        logger.warning("rollout %d of prompt %d was aborted: %s", rollout.index, rollout.group_index, text)
-        return None, text
-    return outcome, None
+        await asyncio.wait({task}, timeout=options.timeout_seconds)
+        if not task.done():
+            return {}, f"no end after {options.timeout_seconds} s"
+        return ({}, "the agent cancelled itself") if task.cancelled() else task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_GRACE_SECONDS)
 
 
-def _without_turns(rollout: _Rollout) -> Sample:
-    return Sample(
-        group_index=rollout.group_index,
-        index=rollout.index,
-        rollout_id=rollout.index,
-        prompt=rollout.prompt,
-        label=rollout.label,
-        loss_mask=[],
-        status="aborted",
-    )
+async def _outcome(
+    agent: Agent, base_url: str, rollout: _Rollout, request_kwargs: dict[str, Any], metadata: dict[str, Any]
+) -> tuple[dict[str, Any], str | None]:
+    try:
+        returned: Any = await agent(
+            base_url=base_url,
+            prompt=rollout.prompt,
+            request_kwargs=request_kwargs,
+            metadata=metadata,
+            label=rollout.label,
+        )
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # Whatever an agent raises, it costs its own rollout only.
+        return {}, f"{type(error).__name__}: {error}"[:2000]
+    if returned is None:
+        return {}, None
+    if not isinstance(returned, Mapping):
+        return {}, f"the agent returned {shown(returned)}, neither a mapping nor None"
+    try:
+        return plain_mapping(returned, keep_arrays=False), None
+    except NotPlainError as error:
+        return {}, f"the agent returned what no file can hold: {error}"
 
 
-def _rollouts(prompts: Iterable[Any], options: RolloutOptions) -> list[_Rollout]:
+def _rollouts(prompts: Iterable[Any], n_samples_per_prompt: int) -> list[_Rollout]:
     rollouts: list[_Rollout] = []
     bad: list[str] = []
     for number, given in enumerate(prompts):
@@ -203,77 +223,14 @@ def _rollouts(prompts: Iterable[Any], options: RolloutOptions) -> list[_Rollout]
         if unknown or not fits:
             bad.append(f"prompt {number}: " + (f"unknown {', '.join(unknown)}" if unknown else shown(given)))
             continue
-        for _ in range(options.n_samples_per_prompt):
+        for _ in range(n_samples_per_prompt):
             rollouts.append(_Rollout(number, len(rollouts), prompt, label, dict(metadata or {})))
     if bad or not rollouts:
         raise ConfigError(
             "prompts",
-            got="; ".join(bad[:10]) if bad else "none",
+            got="; ".join(bad[:10]) + (f"; and {len(bad) - 10} more" if len(bad) > 10 else "") if bad else "none",
             expected="texts, lists of messages, or mappings with prompt and, if wanted, label and metadata",
             reason="the agent is given each of them",
             remedy="mend the prompts that are named; what an agent needs beside the prompt belongs into its metadata",
         )
     return rollouts
-
-
-def _wrong_option(name: str, got: object, expected: str) -> ConfigError:
-    return ConfigError(
-        f"{name} of RolloutOptions",
-        got=shown(got),
-        expected=expected,
-        reason="it decides what is run",
-        remedy="choose another value",
-    )
-
-
-class _Client:
-    """The driver's own requests to the session server."""
-
-    def __init__(self, http: aiohttp.ClientSession, server: str, retries: int) -> None:
-        self.server = server.rstrip("/")
-        self._http, self._retries = http, retries
-
-    async def bytes(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """The body of the answer.
-
-        Raises:
-            SessionError: no answer after all retries, or a refusal.
-        """
-        said = ""
-        for attempt in range(self._retries + 1):
-            if attempt:
-                await asyncio.sleep(min(0.1 * 2**attempt, 5))
-            try:
-                async with self._http.request(method, self.server + path, json=body) as answer:
-                    data = await answer.read()
-                    if answer.status < 400:
-                        return data
-                    said = f"{answer.status} {data[:2000].decode(errors='replace')}"
-                    if answer.status < 500 and answer.status != 429:
-                        break
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                said = f"{type(error).__name__}: {error}"
-        raise SessionError(
-            f"{method} {self.server}{path}",
-            got=said,
-            expected="an answer of the session server",
-            reason="rollouts are recorded there",
-            remedy="look at the server; its address is that of 'miles-norm serve' or of running_server",
-        )
-
-    async def json(self, method: str, path: str, body: Mapping[str, Any]) -> Any:
-        """The body of the answer, parsed."""
-        return json.loads(await self.bytes(method, path, body))
-
-    async def forget(self, session_id: str) -> None:
-        """Delete a session; one that cannot be deleted is left to expire."""
-        with suppress(SessionError):
-            await self.bytes("DELETE", f"/sessions/{session_id}")
-
-
-@asynccontextmanager
-async def _client(server: str, options: RolloutOptions) -> AsyncIterator[_Client]:
-    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
-    connector = aiohttp.TCPConnector(limit=options.concurrency)
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
-        yield _Client(http, server, options.retries)

@@ -14,40 +14,67 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from miles_norm.errors import MilesNormError, TooLargeError, UnauthorizedError
 from miles_norm.session.assembly import session_metadata
-from miles_norm.session.server.chat import ChatRequest, chat_answer, stream_events
-from miles_norm.session.server.errors import error_answer
-from miles_norm.session.server.samples import NewSession, SamplesRequest, read_body, session_rows
+from miles_norm.session.node import Node
+from miles_norm.session.server.answers import error_answer, json_answer
+from miles_norm.session.server.chat import chat_answer, stream_events
+from miles_norm.session.server.requests import ChatRequest, NewSession, SamplesRequest, read_body
+from miles_norm.session.server.samples import session_rows
 from miles_norm.session.server.sessions import Sessions
 from miles_norm.session.wire import encode_rows
 
 __all__ = ["session_app"]
 
-_Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 def session_app(sessions: Sessions) -> Starlette:
-    """The application, for ``serve`` or any other ASGI server."""
+    """The application, for ``running_server`` or any other ASGI server."""
     handlers = _Handlers(sessions)
     routes = [
-        ("/sessions", "POST", handlers.create),
-        ("/sessions/{session_id}", "GET", handlers.show),
-        ("/sessions/{session_id}", "DELETE", handlers.delete),
-        ("/sessions/{session_id}/v1/chat/completions", "POST", handlers.complete),
-        ("/sessions/{session_id}/samples", "POST", handlers.samples),
-        ("/metrics", "GET", handlers.metrics),
+        Route("/health", handlers.health),
+        Route("/metrics", handlers.metrics),
+        Route("/sessions", handlers.create, methods=["POST"]),
+        Route("/sessions/{session_id}", handlers.show, methods=["GET"]),
+        Route("/sessions/{session_id}", handlers.delete, methods=["DELETE"]),
+        Route("/sessions/{session_id}/v1/chat/completions", handlers.complete, methods=["POST"]),
+        Route("/sessions/{session_id}/samples", handlers.samples, methods=["POST"]),
     ]
-    guarded = [Route(path, handlers.guarded(endpoint), methods=[method]) for path, method, endpoint in routes]
-    return Starlette(routes=[Route("/health", handlers.health), *guarded])
+    failures = (MilesNormError, HTTPException, ClientDisconnect, Exception)
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(_KeyCheck, sessions=sessions)],
+        exception_handlers=dict.fromkeys(failures, handlers.failed),
+    )
+
+
+class _KeyCheck:
+    """Lets requests pass that bear the key, and those to /health."""
+
+    def __init__(self, app: ASGIApp, sessions: Sessions) -> None:
+        self._app, self._sessions = app, sessions
+        key = sessions.config.api_key
+        self._expected = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._expected is not None and scope["path"] != "/health":
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                error = _unauthorized(given)
+                self._sessions.metrics.failed(error)
+                await error_answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _Handlers:
@@ -55,25 +82,14 @@ class _Handlers:
         self._sessions = sessions
         self._config = sessions.config
 
-    def guarded(self, endpoint: _Endpoint) -> _Endpoint:
-        """The endpoint behind the key, its errors as answers."""
-
-        async def answer(request: Request) -> Response:
-            try:
-                self._check_key(request)
-                return await endpoint(request)
-            except MilesNormError as error:
-                self._sessions.metrics.errors.labels(type(error).__name__).inc()
-                return error_answer(error)
-            except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
-
-        return answer
+    async def failed(self, request: Request, error: Exception) -> Response:
+        self._sessions.metrics.failed(error)
+        return error_answer(error)
 
     async def health(self, request: Request) -> Response:
         ready = await self._sessions.engine.health()
         state = {"status": "ok" if ready else "engine unavailable", "sessions": len(self._sessions)}
-        return JSONResponse(state, 200 if ready else 503)
+        return json_answer(state, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._sessions.metrics.page(), media_type="text/plain; version=0.0.4")
@@ -81,7 +97,7 @@ class _Handlers:
     async def create(self, request: Request) -> Response:
         asked = read_body(NewSession, await self._body(request))
         session = await self._sessions.create(asked.metadata)
-        return JSONResponse({"session_id": session.session_id}, 201)
+        return json_answer({"session_id": session.session_id}, 201)
 
     async def show(self, request: Request) -> Response:
         session = self._sessions.get(request.path_params["session_id"])
@@ -91,23 +107,20 @@ class _Handlers:
             "metadata": session.metadata,
             "in_flight": session.in_flight,
         }
-        return JSONResponse(described | session_metadata(session.forest))
+        return json_answer(described | session_metadata(session.forest))
 
     async def delete(self, request: Request) -> Response:
         await self._sessions.delete(request.path_params["session_id"])
         return Response(status_code=204)
 
     async def complete(self, request: Request) -> Response:
-        asked = ChatRequest.read(await self._body(request))
-        turn = self._sessions.complete(request.path_params["session_id"], asked)
-        node = await _while_connected(request, turn)
+        asked = read_body(ChatRequest, await self._body(request))
+        node = await _while_connected(request, self._sessions.complete(request.path_params["session_id"], asked))
         renderer = self._sessions.engine.renderer
         if asked.stream:
-            events = stream_events(node, asked, renderer)
-            return StreamingResponse(
-                _each(events), media_type="text/event-stream", headers={"cache-control": "no-cache"}
-            )
-        return JSONResponse(chat_answer(node, asked, renderer))
+            # The whole reply is there, so the events are written at once.
+            return Response(b"".join(stream_events(node, asked, renderer)), media_type="text/event-stream")
+        return json_answer(chat_answer(node, asked, renderer))
 
     async def samples(self, request: Request) -> Response:
         session = self._sessions.get(request.path_params["session_id"])
@@ -115,19 +128,6 @@ class _Handlers:
         rows = session_rows(session, asked)
         self._sessions.metrics.rows.inc(len(rows))
         return Response(encode_rows(rows), media_type="application/octet-stream")
-
-    def _check_key(self, request: Request) -> None:
-        key = self._config.api_key
-        given = request.headers.get("authorization", "")
-        if key is None or hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            return
-        raise UnauthorizedError(
-            "key of the request",
-            got="another one" if given else "none",
-            expected="the header 'Authorization: Bearer KEY' with the api_key of this server",
-            reason="whoever reaches the server can use the engine",
-            remedy="pass the key, to OpenAI's client as api_key",
-        )
 
     async def _body(self, request: Request) -> bytes:
         limit = self._config.max_body_bytes
@@ -142,17 +142,17 @@ class _Handlers:
                 return bytes(body)
         raise TooLargeError(
             "body of the request",
-            got=f"{max(declared, len(body))} bytes or more",
+            got=f"{declared} bytes" if declared else f"more than {limit} bytes",
             expected=f"at most max_body_bytes = {limit}",
             reason="requests are held in memory",
             remedy="send less, or raise max_body_bytes",
         )
 
 
-async def _while_connected(request: Request, turn: Any) -> Any:
+async def _while_connected(request: Request, turn: Coroutine[Any, Any, Node]) -> Node:
     """The result of a turn, which is cancelled when its client leaves."""
-    work = asyncio.ensure_future(turn)
-    gone = asyncio.ensure_future(request.receive())
+    work = asyncio.create_task(turn)
+    gone = asyncio.ensure_future(request.receive())  # The body has been read: what comes next is the end.
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -161,8 +161,14 @@ async def _while_connected(request: Request, turn: Any) -> Any:
     finally:
         gone.cancel()
         work.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
 
 
-async def _each(events: Any) -> Any:
-    for event in events:
-        yield event
+def _unauthorized(given: bytes) -> UnauthorizedError:
+    return UnauthorizedError(
+        "key of the request",
+        got="another one" if given else "none",
+        expected="the header 'Authorization: Bearer KEY' with the api_key of this server",
+        reason="whoever reaches the server can use the engine",
+        remedy="pass the key, to OpenAI's client as api_key",
+    )

@@ -1,117 +1,19 @@
-"""OpenAI's chat completions: what a request may say, and the answers in both shapes, whole and streamed."""
+"""The answers to chat completion requests in OpenAI's two shapes, whole and streamed."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from miles_norm.errors import RequestError
 from miles_norm.session.node import Node
 from miles_norm.session.rendering import Renderer
+from miles_norm.session.server.answers import to_json
+from miles_norm.session.server.requests import ChatRequest
 
-__all__ = ["ChatMessage", "ChatRequest", "chat_answer", "stream_events"]
-
-IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
-"""Fields that only concern the bookkeeping of a provider."""
+__all__ = ["chat_answer", "stream_events"]
 
 PIECE = 48
 """Characters of content per event of a stream."""
-
-
-class ChatMessage(BaseModel):
-    """What every message must have; fields beyond these are kept as they came."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-
-
-class StreamOptions(BaseModel):
-    """How to stream."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    include_usage: bool = False
-
-
-class ChatRequest(BaseModel):
-    """A request for one reply.
-
-    >>> ChatRequest.read(b'{"messages": [{"role": "user", "content": "hi"}], "n": 2}')
-    Traceback (most recent call last):
-    ...
-    miles_norm.errors.RequestError: chat completion request
-      got:      n: Input should be 1
-      expected: an OpenAI chat completion request with one choice
-      reason:   a turn of a session has one reply
-      remedy:   send one request per reply; requests with the same messages become siblings
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    model: str = ""
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    n: Literal[1] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
-
-    @classmethod
-    def read(cls, body: bytes) -> ChatRequest:
-        """Parse the body of an HTTP request; the messages are kept as they came.
-
-        Raises:
-            RequestError: no JSON, a field missing or of another type, a role that does not exist; all are named.
-        """
-        try:
-            request = cls.model_validate_json(body)
-            problems = [
-                f"messages[{number}].{_place(error)}: {error['msg']}"
-                for number, message in enumerate(request.messages)
-                for error in _message_errors(message)
-            ]
-        except ValidationError as error:
-            problems = [f"{_place(each)}: {each['msg']}" if each["loc"] else each["msg"] for each in error.errors()]
-            raise _bad_request(problems) from None
-        if problems:
-            raise _bad_request(problems)
-        return request
-
-    @property
-    def limit(self) -> int | None:
-        """Most tokens of the reply, under either of its names."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def stop_texts(self) -> tuple[str, ...]:
-        """Texts at which the reply ends."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is told of."""
-        return None if self.tool_choice == "none" or not self.tools else self.tools
-
-    @property
-    def engine_fields(self) -> dict[str, Any]:
-        """Fields that this server does not read, for the engine."""
-        fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        if self.tool_choice not in (None, "auto", "none"):
-            fields["tool_choice"] = self.tool_choice
-        return {name: value for name, value in fields.items() if name not in IGNORED}
 
 
 def chat_answer(node: Node, request: ChatRequest, renderer: Renderer) -> dict[str, Any]:
@@ -177,29 +79,4 @@ def _logprobs(node: Node, renderer: Renderer) -> dict[str, Any]:
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _message_errors(message: dict[str, Any]) -> list[Any]:
-    try:
-        ChatMessage.model_validate(message)
-    except ValidationError as error:
-        return list(error.errors())
-    return []
-
-
-def _place(error: Mapping[str, Any]) -> str:
-    return ".".join(map(str, error["loc"]))
-
-
-def _bad_request(problems: list[str]) -> RequestError:
-    several = any(problem.startswith("n:") for problem in problems)
-    return RequestError(
-        "chat completion request",
-        got="; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else ""),
-        expected="an OpenAI chat completion request with one choice",
-        reason="a turn of a session has one reply" if several else "it is rendered, sampled and recorded as it is",
-        remedy="send one request per reply; requests with the same messages become siblings"
-        if several
-        else "mend the fields that are named",
-    )
+    return f"data: {to_json(data)}\n\n".encode()

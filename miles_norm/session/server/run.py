@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 
-from miles_norm.errors import ConfigError
+from miles_norm.errors import ConfigError, JournalError
 from miles_norm.session.engines.protocol import Engine
 from miles_norm.session.server.app import session_app
 from miles_norm.session.server.config import ServerConfig
@@ -22,6 +23,10 @@ __all__ = ["running_server", "serve"]
 logger = logging.getLogger("miles_norm")
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_GRACE_SECONDS = 5
+"""What requests get to end when the server stops."""
+_KEEP_ALIVE_SECONDS = 120
+"""An idle connection is closed after so long: later than clients give up theirs, who would meet one that is closing."""
 
 
 @asynccontextmanager
@@ -37,47 +42,66 @@ async def running_server(engine: Engine, config: ServerConfig | None = None) -> 
     config = config or ServerConfig()
     if config.host not in _LOOPBACK and config.api_key is None:
         logger.warning("listening on %s without an api_key: anybody who reaches it can use the engine", config.host)
-    listener = _listener(config)
-    try:
-        journal = None if config.journal is None else Journal(config.journal, sync=config.journal_sync)
-    except BaseException:
-        listener.close()
-        raise
-    try:
-        sessions = Sessions(engine, config, journal)
-        await engine.start()
-        try:
-            async with _uvicorn(sessions, listener):
-                port = listener.getsockname()[1]
-                yield f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-        finally:
-            await engine.close()
-    finally:
-        listener.close()
-        if journal is not None:
-            await journal.close()
+    with _listener(config) as listener:
+        async with _journal(config) as journal:
+            sessions = Sessions(engine, config, journal)
+            await engine.start()
+            try:
+                async with _uvicorn(sessions, listener):
+                    host = f"[{config.host}]" if ":" in config.host else config.host
+                    yield f"http://{host}:{listener.getsockname()[1]}"
+            finally:
+                await engine.close()
+                await sessions.close()
 
 
-def serve(engine: Engine, config: ServerConfig | None = None) -> None:
-    """Serve until interrupted."""
+def serve(
+    engine: Engine, config: ServerConfig | None = None, *, on_start: Callable[[str], object] | None = None
+) -> None:
+    """Serve until interrupted (SIGINT) or told to end (SIGTERM); requests get some seconds to end then.
 
-    async def forever() -> None:
+    Args:
+        engine: Not started yet.
+        config: Defaults to ``ServerConfig()``.
+        on_start: Called with the address once the server answers.
+
+    Raises:
+        ConfigError, JournalError: as ``running_server``.
+    """
+
+    async def until_told() -> None:
+        told = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, told.set)
         async with running_server(engine, config) as address:
             logger.info("serving sessions on %s", address)
-            await asyncio.Event().wait()
+            if on_start is not None:
+                on_start(address)
+            await told.wait()
 
-    with suppress(KeyboardInterrupt):
-        asyncio.run(forever())
+    asyncio.run(until_told())
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs the loop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 @asynccontextmanager
 async def _uvicorn(sessions: Sessions, listener: socket.socket) -> AsyncIterator[None]:
     settings = uvicorn.Config(
-        session_app(sessions), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5
+        session_app(sessions),
+        access_log=False,
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
     )
-    server = uvicorn.Server(settings)
-    # Signals belong to whoever runs the loop.
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    server = _Server(settings)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     expiry = asyncio.create_task(_expire(sessions))
     try:
@@ -94,7 +118,22 @@ async def _expire(sessions: Sessions) -> None:
     idle = sessions.config.idle_seconds
     while idle is not None:
         await asyncio.sleep(min(idle / 4, 30))
-        await sessions.expire()
+        try:
+            await sessions.expire()
+        except JournalError as error:
+            logger.error("idle sessions stay for now: %s", error)
+
+
+@asynccontextmanager
+async def _journal(config: ServerConfig) -> AsyncIterator[Journal | None]:
+    if config.journal is None:
+        yield None
+        return
+    journal = Journal(config.journal, sync=config.journal_sync)
+    try:
+        yield journal
+    finally:
+        await journal.close()
 
 
 def _listener(config: ServerConfig) -> socket.socket:
