@@ -156,7 +156,7 @@ def pg_loss_reducer(
                 reason="with context parallelism a rank has a part of each response, and the masks of all of it",
                 remedy="use this reducer without context parallelism",
             )
-        return trained_values(losses, mask)[0].sum() / divisor
+        return trained_values(mask, token_losses=losses)[0].sum() / divisor
 
     return reduce
 
