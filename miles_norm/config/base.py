@@ -47,6 +47,25 @@ class Config(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
+    def checked(cls, config: Self | None) -> Self:
+        """``config`` itself, or the defaults where it is None.
+
+        Raises:
+            ConfigError: a value of another type.
+        """
+        if config is None:
+            return cls()
+        if not isinstance(config, cls):
+            raise ConfigError(
+                "config",
+                got=f"a value of type {type(config).__name__}",
+                expected=f"{'an' if cls.__name__[0] in 'AEIOU' else 'a'} {cls.__name__}",
+                reason="settings are checked when the config is made",
+                remedy=f"write {cls.__name__}(**settings), or {cls.__name__}.from_yaml(path)",
+            )
+        return config
+
+    @classmethod
     def from_yaml(cls, source: str | Path) -> Self:
         """Read a YAML file (a path) with one mapping of field names to values.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from miles_norm import NormalizationConfig, RolloutColumns, normalize_columns
-from miles_norm.config import ESTIMATORS
+from miles_norm.advantages import ESTIMATORS
 from miles_norm.statistics import segment_statistics
 
 pytestmark = [
