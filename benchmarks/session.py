@@ -263,10 +263,8 @@ def main() -> None:
             f"{name:<15} {found['turn_p50_s'] * 1e3:>12.2f} ms {ratios[0]:>5.1f} {found['turn_p99_s'] * 1e3:>7.2f} ms "
             f"{1 / found['turn_share_s']:>8.0f} /s   {ratios[1]:>5.1f} {held:>17}"
         )
-    slowest = min(1 / found["turn_share_s"] for found in best.values())
-    print(
-        f"the slowest gives {slowest / MILES_TURNS_PER_SECOND:.0f} x the {MILES_TURNS_PER_SECOND} turns/s of Miles' server"
-    )
+    slowest = 1 / max(found["turn_share_s"] for found in best.values())
+    print(f"{slowest / MILES_TURNS_PER_SECOND:.0f} x the {MILES_TURNS_PER_SECOND} turns/s of Miles' server, or more")
     if options.json:
         options.json.write_text(json.dumps(best, indent=2))
 
