@@ -79,8 +79,8 @@ class Api:
 
     async def call(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
         """Status and body, parsed where it is JSON; a body of bytes is sent as it is."""
-        sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
-        async with self.http.request(method, self.address + path, **sent, **options) as answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else b""
+        async with self.http.request(method, self.address + path, data=io.BytesIO(data), **options) as answer:
             content = await answer.read()
             is_json = answer.content_type == "application/json"
             return answer.status, json.loads(content) if is_json else content

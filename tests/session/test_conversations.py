@@ -1,4 +1,4 @@
-"""Sessions that Miles' server v2 recorded, sent to this one over HTTP: the rows to expect, all sessions side by side."""
+"""Sessions that Miles' server v2 recorded, sent to this one over HTTP side by side: the rows to expect."""
 
 import asyncio
 import json

@@ -10,7 +10,7 @@ from command_line import Run
 
 from miles_norm import read_dump
 
-AGENT = '''
+AGENT = """
 import aiohttp
 
 async def solve(*, base_url, prompt, request_kwargs, metadata, **kwargs):
@@ -25,7 +25,7 @@ async def solve(*, base_url, prompt, request_kwargs, metadata, **kwargs):
 
 def not_async(**kwargs):
     return None
-'''
+"""
 
 
 @pytest.fixture(name="agent")
