@@ -10,7 +10,7 @@ from conversations import STOP, Chat, Session, StripsThinking, reply, user
 from miles_norm import Sample, convert_samples_to_train_data
 from miles_norm.errors import ConfigError, SessionError
 from miles_norm.session.assembly import assemble, session_metadata
-from miles_norm.session.hooks import drop_retries
+from miles_norm.session.hooks import drop_retries, keep_all
 from miles_norm.session.node import Attachment, Node
 from miles_norm.session.tree import TrajectoryForest
 
@@ -115,9 +115,11 @@ def test_a_part_of_a_path_that_another_leaf_trains_is_no_row() -> None:
 
 def test_two_leaves_whose_paths_begin_with_the_same_part() -> None:
     forest = forest_of((None, [1], 1), (0, [-8], 1), (0, [-9], 1))
-    rows = assemble(forest, BASE)
-    assert paths(rows) == [[2], [1], [0]]
-    assert [trained(row) for row in rows] == [[300], [200], [100]]
+    for picker in (keep_all, lambda leaves, _: leaves[::-1]):
+        rows = assemble(forest, BASE, picker)
+        assert paths(rows) == [[2], [1], [0]]
+        assert [trained(row) for row in rows] == [[300], [200], [100]]
+        assert [row.metadata["leaf"]["node_id"] for row in rows] == [2, 1, 1]
 
 
 @pytest.mark.parametrize(

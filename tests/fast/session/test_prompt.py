@@ -115,10 +115,15 @@ class Hides(Chat):
 
 
 class EndsOtherwise(Chat):
-    """A template that closes tool calls with another token than text."""
+    """A template that closes tool calls otherwise than text: with a token more, or with another one."""
 
-    def body(self, message: Any, latest: bool) -> str:
-        return super().body(message, latest) + ("<|endoftext|>" if message.get("tool_calls") else "")
+    def __init__(self, closing: str) -> None:
+        super().__init__()
+        self.closing = closing
+
+    def render(self, messages: Any, tools: Any = None, *, add_generation_prompt: bool) -> str:
+        text = super().render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return text.replace("</call><|im_end|>\n", "</call>" + self.closing)
 
 
 class OpensOtherwise(Chat):
@@ -127,6 +132,22 @@ class OpensOtherwise(Chat):
     def render(self, messages: Any, tools: Any = None, *, add_generation_prompt: bool) -> str:
         text = super().render(messages, tools, add_generation_prompt=add_generation_prompt)
         return text + ("<think>\n" if add_generation_prompt else "")
+
+
+class PlainText(Chat):
+    """A template without special tokens."""
+
+    def render(self, messages: Any, tools: Any = None, *, add_generation_prompt: bool) -> str:
+        texts = [f"{message['role']}: {self.body(message, latest=True)}\n\n" for message in messages]
+        return "".join(texts) + ("assistant: " if add_generation_prompt else "")
+
+
+def test_a_template_of_plain_text() -> None:
+    """What was sampled is a part of the reply, not of its closing, though both are line feeds."""
+    session = Session(PlainText())
+    after = "\n\nuser: Sure?\n\nassistant: "
+    assert text_after(session, text="4\n", stop=False) == after
+    assert session.chat.render(session.forest.messages(0), add_generation_prompt=False).endswith("4\n\n\n")
 
 
 @pytest.mark.parametrize("chat", [Hides(), OpensOtherwise()])
@@ -139,11 +160,22 @@ def test_templates_that_do_not_extend(chat: Chat) -> None:
     assert second.prompt_token_ids.tolist() == chat.encode(rendered)
 
 
-def test_the_end_of_a_reply_that_is_closed_in_a_way_of_its_own() -> None:
-    """<|endoftext|> is no part of what closes text, but the reply still ends with what does."""
+@pytest.mark.parametrize("closing", ["<|endoftext|><|im_end|>\n", "<|endoftext|>\n"])
+def test_tool_calls_that_are_closed_in_a_way_of_their_own(closing: str) -> None:
+    """Where a parsed call does not end as text does, nothing tells where in the rendered text the sampled one ends."""
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
-    session = Session(EndsOtherwise())
-    assert text_after(session, text="add()<|endoftext|>", message=message) == "\n" + NEXT
+    session = Session(EndsOtherwise(closing))
+    if closing.endswith("<|im_end|>\n"):
+        assert text_after(session, text="add()<|endoftext|>", message=message) == "\n" + NEXT
+    else:
+        first = session.turn(QUESTION, "add()<|endoftext|>", message=message, stop=False)
+        assert session.turn(session.then(first, "Sure?"), "yes").starts_row
+    # A call that renders as it was sampled is found in any case.
+    function = {"name": "add", "arguments": "{}"}
+    verbatim = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    session = Session(EndsOtherwise(closing))
+    end = closing.removesuffix("\n")
+    assert text_after(session, text=f"\n<call>{function}</call>{end}", message=verbatim, stop=False) == "\n" + NEXT
 
 
 def test_no_new_message_asks_for_another_reply() -> None:

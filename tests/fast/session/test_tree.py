@@ -162,7 +162,9 @@ def test_what_is_committed_is_not_the_callers() -> None:
     completion.token_ids[:] = 0
     completion.log_probs[:] = 0
     assert forest.messages(0) == [user("a"), assistant("b")]
-    assert node.token_ids.tolist() == [1, 2, *Chat().encode("b"), STOP]
+    sampled = [*Chat().encode("b"), STOP]
+    assert node.token_ids.tolist() == [1, 2, *sampled]
+    assert node.completion.token_ids.tolist() == sampled
     assert node.completion.log_probs.all()
     assert node.committed_at == 3.5
     with pytest.raises(ValueError, match="read-only"):
@@ -250,6 +252,14 @@ def test_records_out_of_order(order: list[int]) -> None:
         again.replay(records[number])
     with pytest.raises(SessionError, match="turn"):
         again.replay(records[order[-1]])
+
+
+def test_a_record_that_continues_nothing() -> None:
+    session = Session()
+    session.turn(QUESTION, "4")
+    record = session.forest.record(0) | {"starts_row": False}
+    with pytest.raises(SessionError, match="record of turn 0"):
+        TrajectoryForest().replay(record)
 
 
 def test_replay_with_routed_experts() -> None:
