@@ -156,8 +156,10 @@ class _Rows:
         """The row of turns each of which continues the tokens of the one before; the first one fits."""
         turns, status = self._cut(part)
         start = turns[0].prompt_length
-        tokens = turns[-1].token_ids.copy()
         completions = [turn.completion for turn in turns]
+        tokens = np.concatenate(
+            [ids for turn in turns for ids in (turn.new_prompt_token_ids, turn.completion.token_ids)]
+        )
         mask, log_probs = response_arrays(
             len(tokens) - start,
             [turn.prompt_length - start for turn in turns],

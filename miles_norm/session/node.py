@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from miles_norm.errors import SessionError, shown
 from miles_norm.session.completion import Completion, FinishReason
 from miles_norm.session.rendering import Message
-from miles_norm.session.token_log import TokenIds, TokenLog, as_token_ids
+from miles_norm.session.token_ids import TokenIds, as_token_ids
 
 __all__ = ["Attachment", "Node", "Tools", "checked_completion"]
 
@@ -34,7 +34,7 @@ class Attachment:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Node:
-    """One turn: a request and the reply that the engine sampled for it."""
+    """One turn, a request and the reply that the engine sampled for it: what they add to the turn before."""
 
     seq: int
     """Number in the order of commits."""
@@ -43,29 +43,21 @@ class Node:
     suffix: tuple[Message, ...]
     """Messages of the request behind those of the parent; the reply is ``completion.message``."""
     tools: Tools | None
+    new_prompt_token_ids: TokenIds
+    """The prompt behind the tokens of the parent; the whole prompt where the turn starts a row."""
     completion: Completion
-    """As the engine returned it, but of ``routed_experts`` only what lies beyond the context of the parent."""
+    """As the engine returned it, but of ``routed_experts`` only what lies beyond the tokens of the parent."""
     prompt_length: int
+    """Tokens of the whole prompt."""
     starts_row: bool
-    """Whether its prompt is not a continuation of the parent's tokens, so that a row begins with it."""
+    """Whether its prompt does not begin with the tokens of the parent, so that a row begins with it."""
     committed_at: float
     """Seconds since the epoch, for people; order is ``seq``."""
-    log: TokenLog = field(repr=False)
 
     @property
     def context_length(self) -> int:
         """Number of tokens of prompt and completion."""
         return self.prompt_length + len(self.completion.token_ids)
-
-    @property
-    def prompt_token_ids(self) -> TokenIds:
-        """The prompt as it was sent, ``[prompt_length]``."""
-        return self.log.ids(self.prompt_length)
-
-    @property
-    def token_ids(self) -> TokenIds:
-        """Prompt and completion, ``[context_length]``."""
-        return self.log.ids(self.context_length)
 
     @property
     def truncated(self) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from miles_norm.errors import ConfigError, MilesNormError, SampleError, format_rows, shown
 from miles_norm.samples import Sample
 from miles_norm.session.assembly import response_arrays
-from miles_norm.session.token_log import TokenIds, as_token_ids
+from miles_norm.session.token_ids import TokenIds, as_token_ids
 
 __all__ = ["Call", "CompletedRollout", "TraceLevel", "TraceRows", "read_completed_rollouts", "trace_rows"]
 

@@ -21,13 +21,13 @@ from miles_norm.session.completion import Completion
 from miles_norm.session.messages import MatchRule, message_matcher
 from miles_norm.session.node import Attachment, Node, Tools, checked_completion
 from miles_norm.session.rendering import Message
-from miles_norm.session.token_log import TokenIds, TokenLog, as_token_ids
+from miles_norm.session.token_ids import TokenIds, as_token_ids
 
 __all__ = ["TrajectoryForest"]
 
 
 class TrajectoryForest:
-    """An append-only forest of turns.
+    """An append-only forest of turns, each of which holds what it added.
 
     Args:
         match: When a message counts as the one that is held: ``strict``, ``loose``, or a function of both.
@@ -96,24 +96,24 @@ class TrajectoryForest:
         prompt = as_token_ids(prompt_token_ids, "prompt_token_ids")
         completion = checked_completion(completion, max(len(prompt) + len(completion.token_ids) - 1, 0))
         held = 0 if parent is None else parent.context_length
-        extends = parent is not None and np.array_equal(prompt[:held], parent.token_ids)
+        extends = parent is not None and np.array_equal(prompt[:held], self.token_ids(parent.seq))
+        if not extends:
+            held = 0
         if completion.routed_experts is not None:
-            routed = max(held - 1, 0) if extends else 0
-            completion = replace(completion, routed_experts=completion.routed_experts[routed:].copy())
+            completion = replace(completion, routed_experts=completion.routed_experts[max(held - 1, 0) :].copy())
         at = time.time() if committed_at is None else committed_at
-        return self._append(attachment, prompt[held:] if extends else prompt, completion, extends, at)
+        return self._append(attachment, prompt[held:], completion, extends, at)
 
     def record(self, seq: int) -> dict[str, Any]:
         """A turn as plain values and arrays: all that it added to the session, for ``replay``."""
         node = self.nodes[seq]
-        held = 0 if node.starts_row or node.parent is None else self.nodes[node.parent].context_length
         return {
             "seq": seq,
             "parent": node.parent,
             "suffix": list(node.suffix),
             "tools": None if node.tools is None else list(node.tools),
             "starts_row": node.starts_row,
-            "new_prompt_token_ids": node.prompt_token_ids[held:],
+            "new_prompt_token_ids": node.new_prompt_token_ids,
             "completion": {entry.name: getattr(node.completion, entry.name) for entry in fields(node.completion)},
             "committed_at": node.committed_at,
         }
@@ -160,6 +160,20 @@ class TrajectoryForest:
         """The conversation up to the reply of a turn."""
         return [message for node in self.path(seq) for message in node.messages()]
 
+    def token_ids(self, seq: int) -> TokenIds:
+        """The tokens of a turn, prompt and completion ``[context_length]``."""
+        pieces: list[TokenIds] = []
+        node = self.nodes[seq]
+        while True:
+            pieces += [node.completion.token_ids, node.new_prompt_token_ids]
+            if node.starts_row or node.parent is None:
+                return np.concatenate(pieces[::-1])
+            node = self.nodes[node.parent]
+
+    def prompt_token_ids(self, seq: int) -> TokenIds:
+        """The prompt of a turn as it was sent, ``[prompt_length]``."""
+        return self.token_ids(seq)[: self.nodes[seq].prompt_length]
+
     @property
     def mismatches(self) -> int:
         """Turns that continue another one whose tokens they do not continue."""
@@ -185,17 +199,16 @@ class TrajectoryForest:
     ) -> Node:
         parent = self._parent(attachment.parent)
         held = parent.context_length if parent is not None and extends else 0
-        new = np.concatenate([new_prompt, completion.token_ids])
         node = Node(
             seq=len(self.nodes),
             parent=attachment.parent,
             suffix=copy.deepcopy(attachment.suffix),
             tools=copy.deepcopy(attachment.tools),
+            new_prompt_token_ids=new_prompt.copy(),
             completion=completion,
             prompt_length=held + len(new_prompt),
             starts_row=not extends,
             committed_at=committed_at,
-            log=parent.log.extended(held, new) if parent is not None and extends else TokenLog(new),
         )
         self.nodes.append(node)
         self._children[node.parent].append(node.seq)

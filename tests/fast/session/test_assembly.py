@@ -25,7 +25,7 @@ def forest_of(*turns: tuple[int | None, Sequence[int], int], **finish_reasons: s
     """
     forest = TrajectoryForest()
     for seq, (parent, new, sampled) in enumerate(turns):
-        before: Sequence[int] = [] if parent is None else forest.nodes[parent].token_ids.tolist()
+        before: Sequence[int] = [] if parent is None else forest.token_ids(parent).tolist()
         prompt = [-token for token in new] if any(token < 0 for token in new) else [*before, *new]
         completion = reply(
             Chat(),
@@ -246,7 +246,7 @@ def with_experts(
     for seq, (parent, new, sampled) in enumerate(turns):
         before = 0 if parent is None else forest.nodes[parent].context_length
         prompt = np.concatenate(
-            [np.empty(0, np.int32) if parent is None else forest.nodes[parent].token_ids, np.full(new, 5)]
+            [np.empty(0, np.int32) if parent is None else forest.token_ids(parent), np.full(new, 5)]
         )
         rows = before + new + sampled - 1
         experts = np.broadcast_to((1000 * seq + np.arange(rows))[:, None, None], (rows, layers, top_k)).astype(np.int32)
@@ -288,7 +288,7 @@ def test_experts_of_branches_and_cut_rows() -> None:
 
 def test_experts_on_some_turns_only() -> None:
     forest, _ = with_experts([(None, 3, 2), (0, 1, 2)])
-    tokens = forest.nodes[1].token_ids.tolist()
+    tokens = forest.token_ids(1).tolist()
     forest.commit(Attachment(1, ()), [*tokens, 5], reply(Chat(), "", token_ids=np.array([9]), log_probs=np.zeros(1)))
     with pytest.raises(SessionError, match=r"routed experts of turns 0 to 2\n +got: +none on turn 2"):
         assemble(forest, BASE)

@@ -20,7 +20,7 @@ def text_after(session: Session, **fields: Any) -> str:
     first = session.turn(QUESTION, fields.pop("text", "4"), **fields)
     prompt = next_prompt(session.forest, session.forest.attach(session.then(first, "Sure?")), session.chat)
     assert prompt.extends
-    assert np.array_equal(prompt.token_ids[: first.context_length], first.token_ids)
+    assert np.array_equal(prompt.token_ids[: first.context_length], session.forest.token_ids(first.seq))
     return session.chat.decode(prompt.token_ids[first.context_length :].tolist())
 
 
@@ -81,7 +81,7 @@ def test_a_template_that_removes_reasoning_starts_a_row() -> None:
     second = session.turn(session.then(first, "Sure?"), "yes</think>Yes")
     text = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n" + NEXT
     assert second.starts_row
-    assert second.prompt_token_ids.tolist() == session.chat.encode(text)
+    assert session.forest.prompt_token_ids(second.seq).tolist() == session.chat.encode(text)
     # A tool's answer is no question: the reasoning stays, and so does the row.
     tool = {"role": "tool", "content": "4"}
     third = session.turn([*session.forest.messages(second.seq), tool], "ok</think>Yes")
@@ -157,7 +157,7 @@ def test_templates_that_do_not_extend(chat: Chat) -> None:
     second = session.turn(session.then(first, "Sure?"), "yes")
     assert second.starts_row
     rendered = chat.render(session.then(first, "Sure?"), add_generation_prompt=True)
-    assert second.prompt_token_ids.tolist() == chat.encode(rendered)
+    assert session.forest.prompt_token_ids(second.seq).tolist() == chat.encode(rendered)
 
 
 @pytest.mark.parametrize("closing", ["<|endoftext|><|im_end|>\n", "<|endoftext|>\n"])
@@ -200,22 +200,24 @@ def test_prompts_read_as_the_whole_conversation(turns: list[tuple[str, str, bool
     for question, answer, stop in turns:
         messages.append(user(question))
         node = session.turn(messages, answer, stop=stop)
-        assert session.chat.decode(node.prompt_token_ids.tolist()) == session.chat.render(
+        assert session.chat.decode(session.forest.prompt_token_ids(node.seq).tolist()) == session.chat.render(
             messages, add_generation_prompt=True
         )
         messages.append(assistant(answer))
     assert [node.starts_row for node in session.forest.nodes] == [True] + [False] * (len(turns) - 1)
     for node in session.forest.nodes:
         sampled = node.completion.token_ids
-        assert np.array_equal(session.forest.nodes[-1].token_ids[node.prompt_length : node.context_length], sampled)
+        assert np.array_equal(
+            session.forest.token_ids(len(turns) - 1)[node.prompt_length : node.context_length], sampled
+        )
 
 
 def test_a_hand_made_turn_need_not_come_from_here() -> None:
     """An engine that renders by itself: whether a row goes on is read off its tokens."""
     session = Session()
-    first = session.turn(QUESTION, "4")
-    extended = np.concatenate([first.token_ids, [5]])
+    session.turn(QUESTION, "4")
+    extended = np.concatenate([session.forest.token_ids(0), [5]])
     assert not session.forest.commit(Attachment(0, ()), extended, reply(session.chat, "x")).starts_row
     extended[3] += 1
     assert session.forest.commit(Attachment(0, ()), extended, reply(session.chat, "x")).starts_row
-    assert session.forest.commit(Attachment(0, ()), first.token_ids[:-1], reply(session.chat, "x")).starts_row
+    assert session.forest.commit(Attachment(0, ()), extended[:-2], reply(session.chat, "x")).starts_row
