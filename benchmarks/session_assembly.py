@@ -6,7 +6,7 @@
 
 Two plain assemblies give the same row of a linear conversation: one appends the tokens, mask and log-probs of turn
 after turn to lists; the other folds two turns at a time into a new sample, as session servers do that merge samples.
-Every turn has the whole prompt that was sent and a completion. Results are compared first.
+Both then make the arrays that go to the trainer. Results are compared first.
 """
 
 import argparse
@@ -28,6 +28,9 @@ from miles_norm.session.tree import TrajectoryForest
 
 ASKED, ANSWERED = 30, 20
 """Tokens that a turn adds to the prompt, and tokens that are sampled."""
+PLAIN_UP_TO = 1_000
+"""Turns; lists of the contexts of 10,000 turns would be 20 GB."""
+DTYPES = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32}
 BASE = Sample(index=0)
 
 
@@ -47,7 +50,7 @@ def conversation(turns: int, retries_every: int = 0) -> TrajectoryForest:
     for turn in range(turns):
         before = np.empty(0, np.int32) if parent is None else forest.token_ids(parent)
         prompt = np.concatenate([before, rng.integers(0, 150_000, ASKED, np.int32)])
-        for _ in range(2 if retries_every and turn % retries_every == 0 else 1):
+        for _ in range(2 if retries_every and (turn + 1) % retries_every == 0 else 1):
             completion = Completion(
                 {"role": "assistant", "content": ""},
                 rng.integers(0, 150_000, ANSWERED, np.int32),
@@ -64,7 +67,11 @@ def as_lists(forest: TrajectoryForest) -> list[Turn]:
     return [Turn(forest.token_ids(node.seq).tolist(), node.completion.log_probs.tolist()) for node in forest.nodes]
 
 
-def appended(turns: list[Turn]) -> dict[str, list[Any]]:
+def as_arrays(row: dict[str, list[Any]]) -> dict[str, Any]:
+    return {name: np.array(row[name], dtype) for name, dtype in DTYPES.items()}
+
+
+def appended(turns: list[Turn]) -> dict[str, Any]:
     tokens: list[int] = []
     mask: list[int] = []
     log_probs: list[float] = []
@@ -76,10 +83,10 @@ def appended(turns: list[Turn]) -> dict[str, list[Any]]:
         tokens += turn.tokens[len(tokens) :]
         mask += [1] * len(turn.log_probs)
         log_probs += turn.log_probs
-    return {"tokens": tokens, "loss_mask": mask, "rollout_log_probs": log_probs}
+    return as_arrays({"tokens": tokens, "loss_mask": mask, "rollout_log_probs": log_probs})
 
 
-def folded(turns: list[Turn]) -> dict[str, list[Any]]:
+def folded(turns: list[Turn]) -> dict[str, Any]:
     def row(turn: Turn) -> dict[str, list[Any]]:
         return {
             "tokens": turn.tokens,
@@ -97,7 +104,7 @@ def folded(turns: list[Turn]) -> dict[str, list[Any]]:
             "loss_mask": whole["loss_mask"] + [0] * new + one["loss_mask"],
             "rollout_log_probs": whole["rollout_log_probs"] + [0.0] * new + one["rollout_log_probs"],
         }
-    return whole
+    return as_arrays(whole)
 
 
 def ours(forest: TrajectoryForest) -> list[Sample]:
@@ -107,17 +114,33 @@ def ours(forest: TrajectoryForest) -> list[Sample]:
 def check_same() -> None:
     forest = conversation(50)
     turns = as_lists(forest)
-    assert appended(turns) == folded(turns)
     [row] = ours(forest)
-    for name, values in appended(turns).items():
-        assert getattr(row, name).tolist() == values
+    for plain in (appended(turns), folded(turns)):
+        for name, dtype in DTYPES.items():
+            assert getattr(row, name).dtype == dtype
+            assert np.array_equal(getattr(row, name), plain[name])
     [row] = ours(conversation(50, retries_every=5))
     assert len(row.tokens) == 50 * (ASKED + ANSWERED)
 
 
-def growth_exponent(tokens: list[int], seconds: list[float]) -> float:
+def growth_exponent(lines: list[dict[str, float]], name: str) -> float:
     """Slope of log time over log tokens; 1 is linear."""
+    measured = [line for line in lines if name in line]
+    tokens, seconds = ([line[key] for line in measured] for key in ("tokens", name))
     return float(np.polyfit(np.log(tokens), np.log(seconds), 1)[0])
+
+
+def measure(turns: int) -> dict[str, float]:
+    forest = conversation(turns)
+    line = {
+        "turns": turns,
+        "tokens": forest.nodes[-1].context_length,
+        "ours": best(lambda: ours(forest), 2.0),
+    }
+    if turns <= PLAIN_UP_TO:
+        held = as_lists(forest)
+        line |= {plain.__name__: best(lambda plain=plain: plain(held), 0.5) for plain in (appended, folded)}
+    return line
 
 
 def main() -> None:
@@ -128,42 +151,26 @@ def main() -> None:
     print(f"numpy {np.__version__}, Python {platform.python_version()}")
     check_same()
     sizes = [100, 300, 1_000] if options.short else [100, 300, 1_000, 3_000, 10_000]
-    lines: list[dict[str, float]] = []
-    print(f"one conversation, {ASKED} tokens asked and {ANSWERED} sampled a turn, one row")
-    print(
-        f"{'turns':>7} {'tokens':>8} {'ms':>8} {'us/turn':>8} {'ns/token':>9} {'x appended lists':>17} {'x folded':>9}"
-    )
-    for turns in sizes:
-        forest = conversation(turns)
-        tokens = forest.nodes[-1].context_length
-        line: dict[str, float] = {"turns": turns, "tokens": tokens, "seconds": best(lambda forest=forest: ours(forest))}
-        ratios = ["", ""]
-        if turns <= 1_000:  # lists of all contexts of 10,000 turns would be 20 GB
-            held = as_lists(forest)
-            for number, plain in enumerate((appended, folded)):
-                line[plain.__name__] = best(lambda plain=plain, held=held: plain(held), 0.5)
-                ratios[number] = f"{line[plain.__name__] / line['seconds']:.2f}"
-        lines.append(line)
-        seconds = line["seconds"]
+    print(f"one conversation, {ASKED} tokens asked and {ANSWERED} sampled a turn: one row")
+    print(f"{'turns':>7} {'tokens':>8} {'ms':>8} {'us/turn':>8} {'ns/token':>9}  {'x appending':>11} {'x folding':>10}")
+    lines = [measure(turns) for turns in sizes]
+    for line in lines:
+        ms, turns, tokens = line["ours"] * 1e3, int(line["turns"]), int(line["tokens"])
+        ratios = [f"{line[name] / line['ours']:.2f}" if name in line else "" for name in ("appended", "folded")]
         print(
-            f"{turns:>7} {tokens:>8} {seconds * 1e3:>8.2f} {seconds / turns * 1e6:>8.2f} {seconds / tokens * 1e9:>9.1f} "
-            f"{ratios[0]:>17} {ratios[1]:>9}"
+            f"{turns:>7} {tokens:>8} {ms:>8.2f} {ms * 1e3 / turns:>8.2f} {ms * 1e6 / tokens:>9.1f}  "
+            f"{ratios[0]:>11} {ratios[1]:>10}"
         )
-    exponents = {"ours": growth_exponent([int(line["tokens"]) for line in lines], [line["seconds"] for line in lines])}
-    for plain in ("appended", "folded"):
-        measured = [line for line in lines if plain in line]
-        exponents[plain] = growth_exponent(
-            [int(line["tokens"]) for line in measured], [line[plain] for line in measured]
-        )
-    print(
-        f"growth exponent in tokens up to {sizes[-1]} turns: {exponents['ours']:.3f} "
-        f"(up to 1000 turns: appended lists {exponents['appended']:.3f}, folded {exponents['folded']:.3f})"
-    )
-    forest = conversation(sizes[-1], retries_every=5)
-    leaves = len(forest.leaves())
-    held_tokens = sum({id(node.log): len(node.log.ids(node.context_length)) for node in forest.nodes}.values())
-    figures = {"linear": lines, "growth_exponents": exponents, "leaves": leaves, "held_tokens": held_tokens}
+    exponents = {name: growth_exponent(lines, name) for name in ("ours", "appended", "folded")}
+    print(f"growth exponent in tokens: {exponents['ours']:.3f}", end="")
+    print(f" (up to {PLAIN_UP_TO} turns: appending {exponents['appended']:.3f}, folding {exponents['folded']:.3f})")
+    forest = conversation(sizes[-1] // 10, retries_every=5)
+    held = sum(len(node.new_prompt_token_ids) + len(node.completion.token_ids) for node in forest.nodes)
+    snapshots = sum(node.context_length for node in forest.nodes)
+    print(f"{len(forest.nodes)} turns, {len(forest.leaves())} of them leaves: {held} tokens are held;", end=" ")
+    print(f"the whole context of every turn would be {snapshots / held:.0f} times as many")
     if options.json:
+        figures = {"linear": lines, "growth_exponents": exponents, "held": held, "snapshots": snapshots}
         options.json.write_text(json.dumps(figures, indent=2))
 
 

@@ -7,7 +7,6 @@ parent, path_node_ids, response_id), ``session_metadata["tree"]`` (nodes and lea
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +73,8 @@ def mask_ownership(leaf_samples: Sequence[Any], session_metadata: Mapping[str, A
 
     Only among the rows that are given: call it after picking. Log-probs stay as they are.
     """
+    if len({sample.metadata["leaf"]["node_id"] for sample in leaf_samples}) < 2:
+        return list(leaf_samples)
     spans = {node["id"]: node["completion_span"] for node in session_metadata["tree"]["nodes"]}
     owner: dict[int, int] = {}
     for sample in leaf_samples:
@@ -140,14 +141,14 @@ def pick(picker: Picker, leaf_samples: Sequence[Any], session_metadata: Mapping[
     numbers = {id(sample): number for number, sample in enumerate(leaf_samples)}
     names = [sample.metadata["leaf"]["node_id"] for sample in leaf_samples]
     metadata = dict(session_metadata)
-    before, metadata_before = _digests(leaf_samples), _digest(metadata)
+    before, metadata_before = _copies(leaf_samples), _copy(metadata)
     picked = picker(list(leaf_samples), metadata)
     edited = [
         f"the {', '.join(changed)} of leaf {name}"
-        for name, old, new in zip(names, before, _digests(leaf_samples), strict=True)
+        for name, old, new in zip(names, before, _copies(leaf_samples), strict=True)
         if (changed := [field for field in old if new[field] != old[field]])
     ]
-    if _digest(metadata) != metadata_before:
+    if _copy(metadata) != metadata_before:
         edited.append("session_metadata")
     if edited:
         raise _not_a_selection(picker, f"it edited {'; '.join(edited)}")
@@ -160,20 +161,20 @@ def pick(picker: Picker, leaf_samples: Sequence[Any], session_metadata: Mapping[
     return list(picked)
 
 
-def _digests(samples: Sequence[Any]) -> list[dict[str, bytes]]:
-    """A digest of every field of every sample; what several samples refer to is read once."""
+def _copies(samples: Sequence[Any]) -> list[dict[str, bytes]]:
+    """Every field of every sample as bytes; what several samples refer to is read once."""
     known: dict[int, bytes] = {}
 
-    def digest(value: Any) -> bytes:
+    def copied(value: Any) -> bytes:
         if id(value) not in known:
-            known[id(value)] = _digest(value)
+            known[id(value)] = _copy(value)
         return known[id(value)]
 
-    return [{entry.name: digest(getattr(sample, entry.name)) for entry in fields(sample)} for sample in samples]
+    return [{entry.name: copied(getattr(sample, entry.name)) for entry in fields(sample)} for sample in samples]
 
 
-def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+def _copy(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _not_a_selection(picker: Picker, got: str) -> HookError:

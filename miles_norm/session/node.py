@@ -49,15 +49,12 @@ class Node:
     """As the engine returned it, but of ``routed_experts`` only what lies beyond the tokens of the parent."""
     prompt_length: int
     """Tokens of the whole prompt."""
+    context_length: int
+    """Tokens of the whole prompt and the completion."""
     starts_row: bool
     """Whether its prompt does not begin with the tokens of the parent, so that a row begins with it."""
     committed_at: float
     """Seconds since the epoch, for people; order is ``seq``."""
-
-    @property
-    def context_length(self) -> int:
-        """Number of tokens of prompt and completion."""
-        return self.prompt_length + len(self.completion.token_ids)
 
     @property
     def truncated(self) -> bool:

@@ -48,7 +48,11 @@ class TrajectoryForest:
         self.max_nodes = max_nodes
         self.nodes: list[Node] = []
         """Every turn, in the order of commits."""
+        self.mismatches = 0
+        """Turns that continue another one whose tokens they do not continue."""
         self._children: defaultdict[int | None, list[int]] = defaultdict(list)
+        # A session mostly goes on where it was last: what was put together for one turn begins the next.
+        self._known_context: tuple[int, TokenIds] = (-1, np.empty(0, np.int32))
 
     def attach(self, messages: Sequence[Message], tools: Tools | None = None) -> Attachment:
         """Find the deepest turn whose messages, reply included, begin the request.
@@ -161,23 +165,26 @@ class TrajectoryForest:
         return [message for node in self.path(seq) for message in node.messages()]
 
     def token_ids(self, seq: int) -> TokenIds:
-        """The tokens of a turn, prompt and completion ``[context_length]``."""
+        """The tokens of a turn, prompt and completion ``[context_length]``; not to be written to."""
+        known, ids = self._known_context
         pieces: list[TokenIds] = []
-        node = self.nodes[seq]
-        while True:
+        step: int | None = seq
+        while step is not None:
+            if step == known:
+                pieces.append(ids)
+                break
+            node = self.nodes[step]
             pieces += [node.completion.token_ids, node.new_prompt_token_ids]
-            if node.starts_row or node.parent is None:
-                return np.concatenate(pieces[::-1])
-            node = self.nodes[node.parent]
+            step = None if node.starts_row else node.parent
+        if seq != known:
+            ids = np.concatenate(pieces[::-1])
+            ids.flags.writeable = False
+            self._known_context = (seq, ids)
+        return ids
 
     def prompt_token_ids(self, seq: int) -> TokenIds:
         """The prompt of a turn as it was sent, ``[prompt_length]``."""
         return self.token_ids(seq)[: self.nodes[seq].prompt_length]
-
-    @property
-    def mismatches(self) -> int:
-        """Turns that continue another one whose tokens they do not continue."""
-        return sum(node.starts_row and node.parent is not None for node in self.nodes)
 
     def _deepest(self, messages: Sequence[Message]) -> tuple[Node | None, int]:
         """The node to attach to, and how many messages it covers."""
@@ -207,10 +214,12 @@ class TrajectoryForest:
             new_prompt_token_ids=new_prompt.copy(),
             completion=completion,
             prompt_length=held + len(new_prompt),
+            context_length=held + len(new_prompt) + len(completion.token_ids),
             starts_row=not extends,
             committed_at=committed_at,
         )
         self.nodes.append(node)
+        self.mismatches += parent is not None and not extends
         self._children[node.parent].append(node.seq)
         return node
 

@@ -165,8 +165,10 @@ def test_what_is_committed_is_not_the_callers() -> None:
     assert node.completion.token_ids.tolist() == sampled
     assert node.completion.log_probs.all()
     assert node.committed_at == 3.5
-    forest.token_ids(0)[:] = 0
-    assert forest.prompt_token_ids(0).tolist() == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        forest.token_ids(0)[0] = 9
+    with pytest.raises(ValueError, match="read-only"):
+        forest.prompt_token_ids(0)[0] = 9
 
 
 def test_experts_are_held_once() -> None:
