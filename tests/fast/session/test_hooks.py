@@ -1,5 +1,7 @@
 """Pickers and post-processors, on our rows and on objects as Miles' server hands them out."""
 
+import functools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,6 +171,27 @@ def invent(leaves: list[Sample], _: Any) -> list[Sample]:
 def test_a_picker_that_does_more_than_select(picker: Any, text: str) -> None:
     with pytest.raises(HookError, match=text):
         pick(picker, *rows())
+
+
+async def later(leaves: list[Sample], _: Any) -> list[Sample]:
+    return leaves
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (lambda leaves, _: None, r"hook <lambda>\n +got: +a value of type NoneType"),
+        (lambda leaves, _: tuple(leaves), "type tuple"),
+        (later, r"hook later\n +got: +a value of type coroutine"),
+        (functools.partial(later), r"hook functools.partial\(.*type coroutine"),
+    ],
+)
+def test_hooks_that_return_no_list(hook: Any, text: str) -> None:
+    session = Session()
+    session.turn([user("a")], "b")
+    for settings in ({"picker": hook}, {"post_processors": [hook]}):
+        with pytest.raises(HookError, match=re.compile(text, re.DOTALL)):
+            assemble(session.forest, Sample(index=0), **settings)
 
 
 def test_a_list_that_a_picker_empties_is_its_own() -> None:
