@@ -202,7 +202,7 @@ class Sessions:
             if self._journal is not None:
                 began = time.perf_counter()
                 # Nothing is awaited between the check above and the journal's queue, so no record follows a purge.
-                await self._journal.append(session.session_id, "turn", encode_node(session.forest, turn))
+                await self._journal.append(session.session_id, "turn", encode_node(turn))
                 self.metrics.journal_seconds.observe(time.perf_counter() - began)
             node = session.forest.add(turn)
         finally:
