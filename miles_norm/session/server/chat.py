@@ -12,8 +12,8 @@ from miles_norm.session.server.requests import ChatRequest
 
 __all__ = ["chat_answer", "stream_events"]
 
-PIECE = 48
-"""Characters of content per event of a stream."""
+PIECE, MOST_PIECES = 48, 64
+"""Characters of content per event of a stream, and events of content at most."""
 
 
 def chat_answer(node: Node, request: ChatRequest, renderer: Renderer) -> dict[str, Any]:
@@ -36,7 +36,9 @@ def stream_events(node: Node, request: ChatRequest, renderer: Renderer) -> Itera
     message = node.completion.message
     content: str | None = message.get("content")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": "" if content is not None else None}]
-    deltas += [{"content": content[at : at + PIECE]} for at in range(0, len(content), PIECE)] if content else []
+    if content:
+        size = max(PIECE, -(-len(content) // MOST_PIECES))
+        deltas += [{"content": content[at : at + size]} for at in range(0, len(content), size)]
     calls = message.get("tool_calls") or ()
     deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(calls)]
     known = {"role", "content", "tool_calls"}

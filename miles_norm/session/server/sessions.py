@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miles_norm.errors import JournalError, MilesNormError, NodeLimitError, SessionLimitError, UnknownSessionError
+from miles_norm.errors import (
+    EngineContractError,
+    JournalError,
+    MilesNormError,
+    NodeLimitError,
+    SessionError,
+    SessionLimitError,
+    UnknownSessionError,
+)
 from miles_norm.session.engines.protocol import Engine, GenerationRequest
 from miles_norm.session.node import Attachment, Node
 from miles_norm.session.prompt import next_prompt
@@ -193,7 +201,13 @@ class Sessions:
         self.metrics.engine_seconds.observe(time.perf_counter() - asked)
         if completion.response_id is None:
             completion = replace(completion, response_id=f"chatcmpl-{secrets.token_hex(16)}")
-        return session.forest.prepare(attachment, prompt.token_ids, completion)
+        try:
+            return session.forest.prepare(attachment, prompt.token_ids, completion)
+        except SessionError as error:
+            # The request fits its place, so it is the answer that does not.
+            raise EngineContractError(
+                error.subject, got=error.got, expected=error.expected, reason=error.reason, remedy=error.remedy
+            ) from error
 
     async def _record(self, session: LiveSession, turn: Node) -> Node:
         try:
