@@ -27,7 +27,7 @@ from miles_norm.session.server.config import ServerConfig
 from miles_norm.session.server.metrics import ServerMetrics
 from miles_norm.session.server.requests import ChatRequest
 from miles_norm.session.store import Journal
-from miles_norm.session.token_log import TokenIds
+from miles_norm.session.token_ids import TokenIds
 from miles_norm.session.tree import TrajectoryForest
 from miles_norm.session.wire import decode_node, encode_node
 
