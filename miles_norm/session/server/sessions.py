@@ -27,7 +27,7 @@ from miles_norm.session.server.config import ServerConfig
 from miles_norm.session.server.metrics import ServerMetrics
 from miles_norm.session.server.requests import ChatRequest
 from miles_norm.session.store import Journal
-from miles_norm.session.token_log import TokenIds
+from miles_norm.session.token_ids import TokenIds
 from miles_norm.session.tree import TrajectoryForest
 from miles_norm.session.wire import decode_node, encode_node
 
@@ -216,7 +216,7 @@ class Sessions:
             if self._journal is not None:
                 began = time.perf_counter()
                 # Nothing is awaited between the check above and the journal's queue, so no record follows a purge.
-                await self._journal.append(session.session_id, "turn", encode_node(session.forest, turn))
+                await self._journal.append(session.session_id, "turn", encode_node(turn))
                 self.metrics.journal_seconds.observe(time.perf_counter() - began)
             node = session.forest.add(turn)
         finally:

@@ -100,8 +100,13 @@ def test_agents_that_cannot_be_run(run: Callable[..., Run], agent: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("text", "got"),
-    [("", "no prompts"), ("{\n", "line 1: "), ('"a"\n{"prompt": 3}\n', "prompt 1"), ('{"prompt": "a", "lable": "x"}\n', "lable")],
-)  # fmt: skip
+    [
+        ("", "no prompts"),
+        ("{\n", "line 1: "),
+        ('"a"\n{"prompt": 3}\n', "prompt 1"),
+        ('{"prompt": "a", "lable": "x"}\n', "lable"),
+    ],
+)
 def test_prompts_that_cannot_be_read(run: Callable[..., Run], agent: Path, tmp_path: Path, text: str, got: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
