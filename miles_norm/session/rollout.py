@@ -207,7 +207,7 @@ async def _outcome(
     if not isinstance(returned, Mapping):
         return {}, f"the agent returned {shown(returned)}, neither a mapping nor None"
     try:
-        return plain_mapping(returned, keep_arrays=False), None
+        return plain_mapping({"outcome": returned}, keep_arrays=False)["outcome"], None
     except NotPlainError as error:
         return {}, f"the agent returned what no file can hold: {error}"
 
