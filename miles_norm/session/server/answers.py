@@ -74,7 +74,8 @@ def error_answer(error: Exception) -> Response:
         if isinstance(error, cls):
             return json_answer(_body(str(error), kind, error), status, {"x-should-retry": str(again).lower()})
     body = _body("an error of the server; its log has more", "internal_error", error)
-    return json_answer(body, 500, {"x-should-retry": "false"})
+    # The server closes the connection of a request that raised; a client that does not know would use it again.
+    return json_answer(body, 500, {"x-should-retry": "false", "connection": "close"})
 
 
 def _body(message: str, kind: str, error: Exception) -> dict[str, Any]:
