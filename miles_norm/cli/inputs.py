@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from miles_norm.cli.waiting import bar, status
 from miles_norm.config import NormalizationConfig, parse_yaml
+from miles_norm.config.base import Config
 from miles_norm.errors import ConfigError, DumpError, GroupingError
 
 if TYPE_CHECKING:
     from miles_norm.dumps import DumpStream
     from miles_norm.result import NormalizedRewards
 
-__all__ = ["ADDED_KEYS", "Batch", "group_sizes", "kept_warnings", "load", "read_config", "reading"]
+__all__ = ["ADDED_KEYS", "Batch", "group_sizes", "kept_warnings", "load", "read_config", "read_settings", "reading"]
 
 _SIZES = "prompt_group_sizes"
 
@@ -41,15 +42,27 @@ class Batch:
 
 
 def read_config(path: Path | None, settings: Sequence[str]) -> NormalizationConfig:
+    """The settings of a normalization, on a device that exists.
+
+    Raises:
+        ConfigError: as ``read_settings``, or no such device.
+    """
+    config = NormalizationConfig(**read_settings(NormalizationConfig, path, settings))
+    if config.device is not None:
+        _check_device(config.device)
+    return config
+
+
+def read_settings(model: type[Config], path: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """The settings of a YAML file, and over them ``key=value`` texts whose values are YAML, in their order.
 
     ``options.whitening=rollout`` sets one field of a nested model, ``options={whitening: rollout}`` those that it
     names; the others stay as the file or an earlier text has them.
 
     Raises:
-        ConfigError: a file or value that does not fit, an unknown key, or a text without ``=``.
+        ConfigError: a file that cannot be read, a value that is no YAML, or a text without ``=``.
     """
-    given = {} if path is None else NormalizationConfig.read_yaml(path)
+    given = {} if path is None else model.read_yaml(path)
     for text in settings:
         key, separator, value = (part.strip() for part in text.partition("="))
         if not separator or not all(key.split(".")):
@@ -58,17 +71,14 @@ def read_config(path: Path | None, settings: Sequence[str]) -> NormalizationConf
                 got="no key=value",
                 expected="a field, an equals sign and a YAML value",
                 reason="every setting has a name",
-                remedy="write for example --set advantage_estimator=rloo or --set options.whitening=rollout; "
-                "`miles-norm config` prints every field",
+                remedy=f"write for example --set {next(iter(model.model_fields))}=VALUE; "
+                f"fields: {', '.join(model.model_fields)}",
             )
         nested = parse_yaml(value, f"--set {key}")
         for name in reversed(key.split(".")):
             nested = {name: nested}
         given = _merged(given, nested)
-    config = NormalizationConfig(**given)
-    if config.device is not None:
-        _check_device(config.device)
-    return config
+    return given
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from miles_norm.errors import ConfigError, SessionError, format_rows, shown
 from miles_norm.samples import Sample
 from miles_norm.session.completion import FinishReason
-from miles_norm.session.hooks import Picker, PostProcessor, keep_all, mask_ownership, pick, row_order
+from miles_norm.session.hooks import Picker, PostProcessor, keep_all, mask_ownership, pick, row_order, run_hook
 from miles_norm.session.node import Node
 from miles_norm.session.tree import TrajectoryForest
 
@@ -62,16 +62,17 @@ def assemble(
         ConfigError: max_seq_len below 1.
     """
     _check(base, max_seq_len)
-    metadata = session_metadata(forest, agent)
-    rows = _Rows(base, max_seq_len)
-    paths = {leaf.seq: _Path(leaf, _parts(forest.path(leaf.seq)), rows) for leaf in forest.leaves()}
+    leaf_paths, rows = _leaf_paths(forest), _Rows(base, max_seq_len)
+    metadata = _metadata(forest, leaf_paths, agent)
+    paths = {path[-1].seq: _Path(path, rows) for path in leaf_paths}
     kept = pick(picker, [path.sample for path in paths.values() if path.sample is not None], metadata)
-    taken: set[int] = set()
-    for leaf in sorted(sample.metadata["leaf"]["node_id"] for sample in kept):
-        kept += paths[leaf].earlier_rows(taken)
+    if forest.mismatches:
+        taken: set[int] = set()
+        for leaf in sorted(sample.metadata["leaf"]["node_id"] for sample in kept):
+            kept += paths[leaf].earlier_rows(taken)
     kept = mask_ownership(sorted(kept, key=row_order, reverse=True), metadata)
     for post_processor in post_processors:
-        kept = post_processor(kept, metadata)
+        kept = run_hook(post_processor, kept, metadata)
     return kept
 
 
@@ -81,6 +82,16 @@ def session_metadata(forest: TrajectoryForest, agent: Mapping[str, Any] | None =
     ``completion_span`` says where a turn's completion stands among the tokens of its context. ``mismatches`` counts the
     turns that start a row although they continue another turn.
     """
+    return _metadata(forest, _leaf_paths(forest), agent)
+
+
+def _leaf_paths(forest: TrajectoryForest) -> list[list[Node]]:
+    return [forest.path(leaf.seq) for leaf in forest.leaves()]
+
+
+def _metadata(
+    forest: TrajectoryForest, leaf_paths: Sequence[Sequence[Node]], agent: Mapping[str, Any] | None
+) -> dict[str, Any]:
     nodes = [
         {
             "id": node.seq,
@@ -95,42 +106,40 @@ def session_metadata(forest: TrajectoryForest, agent: Mapping[str, Any] | None =
         }
         for node in forest.nodes
     ]
-    leaves = [
-        {"node_id": leaf.seq, "path_node_ids": [node.seq for node in forest.path(leaf.seq)]} for leaf in forest.leaves()
-    ]
+    leaves = [{"node_id": path[-1].seq, "path_node_ids": [node.seq for node in path]} for path in leaf_paths]
     tree = {"nodes": nodes, "leaves": leaves, "mismatches": forest.mismatches}
     return {"tree": tree} if agent is None else {"tree": tree, "agent": dict(agent)}
 
 
 def response_arrays(
-    length: int, starts: Sequence[int], log_probs: Sequence[NDArray[np.float32]]
+    gaps: Sequence[int], log_probs: Sequence[NDArray[np.float32]]
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Loss mask and log-probs of a response from those of its completions, 0 between them.
 
     Args:
-        length: Of the response.
-        starts: Where in it each completion begins.
+        gaps: Tokens between the completion before, or the start of the response, and each completion.
         log_probs: Of the tokens of each completion.
 
-    >>> mask, log_probs = response_arrays(5, [0, 3], [np.array([-1.0, -2.0]), np.array([-3.0, -4.0])])
+    >>> mask, log_probs = response_arrays([0, 1], [np.array([-1.0, -2.0]), np.array([-3.0, -4.0])])
     >>> mask.tolist(), log_probs.tolist()
     ([1, 1, 0, 1, 1], [-1.0, -2.0, 0.0, -3.0, -4.0])
     """
-    mask, values = np.zeros(length, np.uint8), np.zeros(length, np.float32)
-    for start, of_completion in zip(starts, log_probs, strict=True):
-        stop = start + len(of_completion)
-        mask[start:stop] = 1
-        values[start:stop] = of_completion
+    lengths = [
+        length for gap, of_completion in zip(gaps, log_probs, strict=True) for length in (gap, len(of_completion))
+    ]
+    mask = np.repeat(np.tile(np.array([0, 1], np.uint8), len(gaps)), lengths)
+    values = np.zeros(len(mask), np.float32)
+    values[mask == 1] = np.concatenate(log_probs)
     return mask, values
 
 
 class _Path:
     """A leaf and the parts of its path, each of which can be a row."""
 
-    def __init__(self, leaf: Node, parts: list[list[Node]], rows: _Rows) -> None:
-        self._leaf, self._rows = leaf, rows
-        self._parts = [part for part in parts if rows.fits(part)]
-        self.sample = rows.row(self._parts[-1], leaf) if self._parts else None
+    def __init__(self, path: Sequence[Node], rows: _Rows) -> None:
+        self._leaf, self._rows = path[-1], rows
+        self._parts = [part for part in _parts(path) if rows.fits(part)]
+        self.sample = rows.row(self._parts[-1], self._leaf) if self._parts else None
         """What a picker sees of the leaf: the last part that fits."""
 
     def earlier_rows(self, taken: set[int]) -> Iterator[Sample]:
@@ -155,14 +164,15 @@ class _Rows:
     def row(self, part: Sequence[Node], leaf: Node) -> Sample:
         """The row of turns each of which continues the tokens of the one before; the first one fits."""
         turns, status = self._cut(part)
-        start = turns[0].prompt_length
-        tokens = turns[-1].token_ids.copy()
-        completions = [turn.completion for turn in turns]
-        mask, log_probs = response_arrays(
-            len(tokens) - start,
-            [turn.prompt_length - start for turn in turns],
-            [completion.log_probs for completion in completions],
-        )
+        pieces, log_probs, versions = [], [], []
+        for turn in turns:
+            completion = turn.completion
+            pieces += [turn.new_prompt_token_ids, completion.token_ids]
+            log_probs.append(completion.log_probs)
+            if completion.weight_version is not None:
+                versions.append(completion.weight_version)
+        # Every second piece is a prompt, and the first one of them stands before the response.
+        mask, values = response_arrays([0, *map(len, pieces[2::2])], log_probs)
         place = {
             "node_id": leaf.seq,
             "parent": leaf.parent,
@@ -171,12 +181,12 @@ class _Rows:
         }
         return replace(
             self._base,
-            tokens=tokens,
+            tokens=np.concatenate(pieces),
             response_length=len(mask),
             loss_mask=mask,
-            rollout_log_probs=log_probs,
+            rollout_log_probs=values,
             rollout_routed_experts=_joined_experts(turns),
-            weight_versions=[c.weight_version for c in completions if c.weight_version is not None],
+            weight_versions=versions,
             status=status,
             metadata={**self._base.metadata, "leaf": place},
             extra=dict(self._base.extra),

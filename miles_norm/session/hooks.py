@@ -7,7 +7,7 @@ parent, path_node_ids, response_id), ``session_metadata["tree"]`` (nodes and lea
 
 from __future__ import annotations
 
-import hashlib
+import inspect
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,8 @@ __all__ = [
     "leaf_rewards",
     "mask_ownership",
     "pick",
+    "row_order",
+    "run_hook",
 ]
 
 Picker = Callable[[list[Any], dict[str, Any]], list[Any]]
@@ -74,6 +76,8 @@ def mask_ownership(leaf_samples: Sequence[Any], session_metadata: Mapping[str, A
 
     Only among the rows that are given: call it after picking. Log-probs stay as they are.
     """
+    if len({sample.metadata["leaf"]["node_id"] for sample in leaf_samples}) < 2:
+        return list(leaf_samples)
     spans = {node["id"]: node["completion_span"] for node in session_metadata["tree"]["nodes"]}
     owner: dict[int, int] = {}
     for sample in leaf_samples:
@@ -135,19 +139,20 @@ def pick(picker: Picker, leaf_samples: Sequence[Any], session_metadata: Mapping[
     """Let a picker choose among leaves; it may select and order, and nothing else.
 
     Raises:
-        HookError: it invented, repeated or edited a sample, or edited the metadata; the message names leaf and field.
+        HookError: it invented, repeated or edited a sample, edited the metadata, or returned no list; the message names
+            leaf and field.
     """
     numbers = {id(sample): number for number, sample in enumerate(leaf_samples)}
     names = [sample.metadata["leaf"]["node_id"] for sample in leaf_samples]
     metadata = dict(session_metadata)
-    before, metadata_before = _digests(leaf_samples), _digest(metadata)
-    picked = picker(list(leaf_samples), metadata)
+    before, metadata_before = _copies(leaf_samples), _copy(metadata)
+    picked = run_hook(picker, leaf_samples, metadata)
     edited = [
         f"the {', '.join(changed)} of leaf {name}"
-        for name, old, new in zip(names, before, _digests(leaf_samples), strict=True)
+        for name, old, new in zip(names, before, _copies(leaf_samples), strict=True)
         if (changed := [field for field in old if new[field] != old[field]])
     ]
-    if _digest(metadata) != metadata_before:
+    if _copy(metadata) != metadata_before:
         edited.append("session_metadata")
     if edited:
         raise _not_a_selection(picker, f"it edited {'; '.join(edited)}")
@@ -157,30 +162,54 @@ def pick(picker: Picker, leaf_samples: Sequence[Any], session_metadata: Mapping[
     repeated = [names[number] for number, times in Counter(chosen).items() if number is not None and times > 1]
     if repeated:
         raise _not_a_selection(picker, f"it returned {format_rows(repeated, 'leaf')} more than once")
-    return list(picked)
+    return picked
 
 
-def _digests(samples: Sequence[Any]) -> list[dict[str, bytes]]:
-    """A digest of every field of every sample; what several samples refer to is read once."""
+def run_hook(hook: Picker | PostProcessor, samples: Sequence[Any], session_metadata: dict[str, Any]) -> list[Any]:
+    """Call a picker or post-processor.
+
+    Raises:
+        HookError: it returned no list; a coroutine of an ``async`` function is none.
+    """
+    found: Any = hook(list(samples), session_metadata)
+    if isinstance(found, list):
+        return list(found)
+    if inspect.iscoroutine(found):
+        found.close()
+    raise HookError(
+        f"hook {_name(hook)}",
+        got=f"a value of type {type(found).__name__} from it",
+        expected="a list of samples from a plain function f(leaf_samples, session_metadata)",
+        reason="the rows of the rollout are what it returns",
+        remedy="return the samples, and do not write it as async",
+    )
+
+
+def _copies(samples: Sequence[Any]) -> list[dict[str, bytes]]:
+    """Every field of every sample as bytes; what several samples refer to is read once."""
     known: dict[int, bytes] = {}
 
-    def digest(value: Any) -> bytes:
+    def copied(value: Any) -> bytes:
         if id(value) not in known:
-            known[id(value)] = _digest(value)
+            known[id(value)] = _copy(value)
         return known[id(value)]
 
-    return [{entry.name: digest(getattr(sample, entry.name)) for entry in fields(sample)} for sample in samples]
+    return [{entry.name: copied(getattr(sample, entry.name)) for entry in fields(sample)} for sample in samples]
 
 
-def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+def _copy(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _not_a_selection(picker: Picker, got: str) -> HookError:
     return HookError(
-        f"picker {getattr(picker, '__name__', shown(picker))}",
+        f"picker {_name(picker)}",
         got=got,
         expected="some of the samples that it was given, each at most once and as they were",
         reason="which turns are trained, and where, follows from the leaves that are kept",
         remedy="edit rows in a post-processor, which runs after ownership of shared turns is settled",
     )
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__name__", None) or shown(hook)

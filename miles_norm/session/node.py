@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from miles_norm.errors import SessionError, shown
 from miles_norm.session.completion import Completion, FinishReason
 from miles_norm.session.rendering import Message
-from miles_norm.session.token_log import TokenIds, TokenLog, as_token_ids
+from miles_norm.session.token_ids import TokenIds, as_token_ids
 
 __all__ = ["Attachment", "Node", "Tools", "checked_completion"]
 
@@ -34,38 +34,27 @@ class Attachment:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Node:
-    """One turn: a request and the reply that the engine sampled for it."""
+    """One turn, a request and the reply that the engine sampled for it: what they add to the turn before."""
 
     seq: int
-    """Number in the order of commits."""
+    """Number in the order of commits; -1 for a turn that is not added yet."""
     parent: int | None
     """``seq`` of the turn that it continues."""
     suffix: tuple[Message, ...]
     """Messages of the request behind those of the parent; the reply is ``completion.message``."""
     tools: Tools | None
+    new_prompt_token_ids: TokenIds
+    """The prompt behind the tokens of the parent; the whole prompt where the turn starts a row."""
     completion: Completion
-    """As the engine returned it, but of ``routed_experts`` only what lies beyond the context of the parent."""
+    """As the engine returned it, but of ``routed_experts`` only what lies beyond the tokens of the parent."""
     prompt_length: int
+    """Tokens of the whole prompt."""
+    context_length: int
+    """Tokens of the whole prompt and the completion."""
     starts_row: bool
-    """Whether its prompt is not a continuation of the parent's tokens, so that a row begins with it."""
+    """Whether its prompt does not begin with the tokens of the parent, so that a row begins with it."""
     committed_at: float
     """Seconds since the epoch, for people; order is ``seq``."""
-    log: TokenLog = field(repr=False)
-
-    @property
-    def context_length(self) -> int:
-        """Number of tokens of prompt and completion."""
-        return self.prompt_length + len(self.completion.token_ids)
-
-    @property
-    def prompt_token_ids(self) -> TokenIds:
-        """The prompt as it was sent, ``[prompt_length]``."""
-        return self.log.ids(self.prompt_length)
-
-    @property
-    def token_ids(self) -> TokenIds:
-        """Prompt and completion, ``[context_length]``."""
-        return self.log.ids(self.context_length)
 
     @property
     def truncated(self) -> bool:
@@ -76,6 +65,19 @@ class Node:
         """What the turn added to the conversation, the reply last."""
         yield from self.suffix
         yield self.completion.message
+
+    def record(self) -> dict[str, Any]:
+        """The turn as plain values and arrays, for ``TrajectoryForest.replay``: all that it adds to the session."""
+        return {
+            "seq": self.seq,
+            "parent": self.parent,
+            "suffix": list(self.suffix),
+            "tools": None if self.tools is None else list(self.tools),
+            "starts_row": self.starts_row,
+            "new_prompt_token_ids": self.new_prompt_token_ids,
+            "completion": {entry.name: getattr(self.completion, entry.name) for entry in fields(self.completion)},
+            "committed_at": self.committed_at,
+        }
 
 
 def checked_completion(completion: Completion, expert_rows: int) -> Completion:

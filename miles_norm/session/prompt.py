@@ -9,7 +9,7 @@ import numpy as np
 
 from miles_norm.session.node import Attachment, Node
 from miles_norm.session.rendering import Message, Renderer
-from miles_norm.session.token_log import TokenIds, as_token_ids
+from miles_norm.session.token_ids import TokenIds, as_token_ids
 from miles_norm.session.tree import TrajectoryForest
 
 __all__ = ["PromptTokens", "next_prompt"]
@@ -51,7 +51,7 @@ def next_prompt(forest: TrajectoryForest, attachment: Attachment, renderer: Rend
     between = _between(parent, held, text, renderer)
     if between is None:
         return PromptTokens(_encoded(renderer, text), extends=False)
-    return PromptTokens(np.concatenate([parent.token_ids, between]), extends=True)
+    return PromptTokens(np.concatenate([forest.token_ids(parent.seq), between]), extends=True)
 
 
 def _between(node: Node, held: Sequence[Message], text: str, renderer: Renderer) -> TokenIds | None:

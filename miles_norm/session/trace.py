@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from miles_norm.errors import ConfigError, MilesNormError, SampleError, format_rows, shown
 from miles_norm.samples import Sample
 from miles_norm.session.assembly import response_arrays
-from miles_norm.session.token_log import TokenIds, as_token_ids
+from miles_norm.session.token_ids import TokenIds, as_token_ids
 
 __all__ = ["Call", "CompletedRollout", "TraceLevel", "TraceRows", "read_completed_rollouts", "trace_rows"]
 
@@ -164,19 +164,20 @@ def _continues(prompt: TokenIds, before: Call) -> bool:
 
 def _row(rollout: CompletedRollout, index: int, first: int, part: Sequence[Call]) -> Sample:
     """The row of calls that continue each other."""
-    start, last = len(part[0].prompt_token_ids), part[-1]
-    tokens = np.concatenate([last.prompt_token_ids, last.response_token_ids])
+    ends = [len(call.prompt_token_ids) + len(call.response_token_ids) for call in part]
+    gaps = [0, *(len(call.prompt_token_ids) - end for call, end in zip(part[1:], ends, strict=False))]
     # Without log-probs there is still a mask.
     given = [
         np.zeros(len(call.response_token_ids), np.float32) if call.log_probs is None else call.log_probs
         for call in part
     ]
-    mask, log_probs = response_arrays(len(tokens) - start, [len(call.prompt_token_ids) - start for call in part], given)
+    mask, log_probs = response_arrays(gaps, given)
+    last = part[-1]
     return Sample(
         group_index=rollout.data_id,
         index=index,
         rollout_id=rollout.rollout_id,
-        tokens=tokens,
+        tokens=np.concatenate([last.prompt_token_ids, last.response_token_ids]),
         response_length=len(mask),
         loss_mask=mask,
         rollout_log_probs=None if any(call.log_probs is None for call in part) else log_probs,

@@ -10,7 +10,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,13 @@ from miles_norm.session.completion import Completion
 from miles_norm.session.messages import MatchRule, message_matcher
 from miles_norm.session.node import Attachment, Node, Tools, checked_completion
 from miles_norm.session.rendering import Message
-from miles_norm.session.token_log import TokenIds, TokenLog, as_token_ids
+from miles_norm.session.token_ids import TokenIds, as_token_ids
 
 __all__ = ["TrajectoryForest"]
 
 
 class TrajectoryForest:
-    """An append-only forest of turns.
+    """An append-only forest of turns, each of which holds what it added.
 
     Args:
         match: When a message counts as the one that is held: ``strict``, ``loose``, or a function of both.
@@ -48,7 +48,11 @@ class TrajectoryForest:
         self.max_nodes = max_nodes
         self.nodes: list[Node] = []
         """Every turn, in the order of commits."""
+        self.mismatches = 0
+        """Turns that continue another one whose tokens they do not continue."""
         self._children: defaultdict[int | None, list[int]] = defaultdict(list)
+        # A session mostly goes on where it was last: what was put together for one turn begins the next.
+        self._known_context: tuple[int, TokenIds] = (-1, np.empty(0, np.int32))
 
     def attach(self, messages: Sequence[Message], tools: Tools | None = None) -> Attachment:
         """Find the deepest turn whose messages, reply included, begin the request.
@@ -74,7 +78,22 @@ class TrajectoryForest:
         *,
         committed_at: float | None = None,
     ) -> Node:
-        """Add a turn.
+        """Add a turn: ``prepare`` and ``add`` in one.
+
+        Raises:
+            SessionError, PathEndedError, NodeLimitError: as these.
+        """
+        return self.add(self.prepare(attachment, prompt_token_ids, completion, committed_at=committed_at))
+
+    def prepare(
+        self,
+        attachment: Attachment,
+        prompt_token_ids: Sequence[int] | NDArray[Any],
+        completion: Completion,
+        *,
+        committed_at: float | None = None,
+    ) -> Node:
+        """A turn that is not in the forest yet, so that it can be written down before it is; its ``seq`` is -1.
 
         Whether it continues its parent's row is read off the tokens: it does if the prompt begins with the prompt and
         the completion of the parent, and else starts a row. Messages are copied.
@@ -87,46 +106,45 @@ class TrajectoryForest:
 
         Raises:
             SessionError: tokens, log-probs or routed experts that do not fit each other.
-            PathEndedError, NodeLimitError: as for ``attach``.
+            PathEndedError: as for ``attach``.
         """
-        self._check_limit()
         parent = self._parent(attachment.parent)
         if parent is not None:
             _check_extensible(parent)
         prompt = as_token_ids(prompt_token_ids, "prompt_token_ids")
         completion = checked_completion(completion, max(len(prompt) + len(completion.token_ids) - 1, 0))
         held = 0 if parent is None else parent.context_length
-        extends = parent is not None and np.array_equal(prompt[:held], parent.token_ids)
+        extends = parent is not None and np.array_equal(prompt[:held], self.token_ids(parent.seq))
+        if not extends:
+            held = 0
         if completion.routed_experts is not None:
-            routed = max(held - 1, 0) if extends else 0
-            completion = replace(completion, routed_experts=completion.routed_experts[routed:].copy())
+            completion = replace(completion, routed_experts=completion.routed_experts[max(held - 1, 0) :].copy())
         at = time.time() if committed_at is None else committed_at
-        return self._append(attachment, prompt[held:] if extends else prompt, completion, extends, at)
+        return self._turn(attachment, prompt[held:], completion, extends, at)
 
-    def record(self, seq: int) -> dict[str, Any]:
-        """A turn as plain values and arrays: all that it added to the session, for ``replay``."""
-        node = self.nodes[seq]
-        held = 0 if node.starts_row or node.parent is None else self.nodes[node.parent].context_length
-        return {
-            "seq": seq,
-            "parent": node.parent,
-            "suffix": list(node.suffix),
-            "tools": None if node.tools is None else list(node.tools),
-            "starts_row": node.starts_row,
-            "new_prompt_token_ids": node.prompt_token_ids[held:],
-            "completion": {entry.name: getattr(node.completion, entry.name) for entry in fields(node.completion)},
-            "committed_at": node.committed_at,
-        }
+    def add(self, turn: Node) -> Node:
+        """Add a turn that ``prepare`` of this forest made; it gets the next ``seq``.
+
+        Raises:
+            NodeLimitError: as for ``attach``.
+        """
+        self._check_limit()
+        node = replace(turn, seq=len(self.nodes))
+        self.nodes.append(node)
+        self.mismatches += node.parent is not None and node.starts_row
+        self._children[node.parent].append(node.seq)
+        return node
 
     def replay(self, record: Mapping[str, Any]) -> Node:
-        """Add a turn from its ``record``, after those that were committed before it.
+        """Add a turn from its ``Node.record``, after those that were added before it.
 
         Raises:
             SessionError: a record that is not the next one, or does not fit the turns before it.
         """
         extends = not record["starts_row"]
         parent = self._parent(record["parent"])
-        if record["seq"] != len(self.nodes) or (extends and parent is None):
+        # Of a turn that was written down before it was added, the journal knows the order.
+        if record["seq"] not in (-1, len(self.nodes)) or (extends and parent is None):
             raise SessionError(
                 f"record of turn {record['seq']}",
                 got=f"a session of {len(self.nodes)} turns",
@@ -139,9 +157,8 @@ class TrajectoryForest:
         held = 0 if parent is None or not extends else parent.context_length
         routed = len(prompt) + len(completion.token_ids) - (held == 0)
         attachment = Attachment(record["parent"], tuple(record["suffix"]), record["tools"])
-        return self._append(
-            attachment, prompt, checked_completion(completion, max(routed, 0)), extends, record["committed_at"]
-        )
+        completion = checked_completion(completion, max(routed, 0))
+        return self.add(self._turn(attachment, prompt, completion, extends, record["committed_at"]))
 
     def leaves(self) -> list[Node]:
         """Turns that none continues, in the order of commits."""
@@ -160,10 +177,27 @@ class TrajectoryForest:
         """The conversation up to the reply of a turn."""
         return [message for node in self.path(seq) for message in node.messages()]
 
-    @property
-    def mismatches(self) -> int:
-        """Turns that continue another one whose tokens they do not continue."""
-        return sum(node.starts_row and node.parent is not None for node in self.nodes)
+    def token_ids(self, seq: int) -> TokenIds:
+        """The tokens of a turn, prompt and completion ``[context_length]``; not to be written to."""
+        known, ids = self._known_context
+        pieces: list[TokenIds] = []
+        step: int | None = seq
+        while step is not None:
+            if step == known:
+                pieces.append(ids)
+                break
+            node = self.nodes[step]
+            pieces += [node.completion.token_ids, node.new_prompt_token_ids]
+            step = None if node.starts_row else node.parent
+        if seq != known:
+            ids = np.concatenate(pieces[::-1])
+            ids.flags.writeable = False
+            self._known_context = (seq, ids)
+        return ids
+
+    def prompt_token_ids(self, seq: int) -> TokenIds:
+        """The prompt of a turn as it was sent, ``[prompt_length]``."""
+        return self.token_ids(seq)[: self.nodes[seq].prompt_length]
 
     def _deepest(self, messages: Sequence[Message]) -> tuple[Node | None, int]:
         """The node to attach to, and how many messages it covers."""
@@ -180,26 +214,23 @@ class TrajectoryForest:
             open_nodes.extend((child, matched) for child in self._children.get(seq, ()))
         return best, best_matched
 
-    def _append(
+    def _turn(
         self, attachment: Attachment, new_prompt: TokenIds, completion: Completion, extends: bool, committed_at: float
     ) -> Node:
         parent = self._parent(attachment.parent)
         held = parent.context_length if parent is not None and extends else 0
-        new = np.concatenate([new_prompt, completion.token_ids])
-        node = Node(
-            seq=len(self.nodes),
+        return Node(
+            seq=-1,
             parent=attachment.parent,
             suffix=copy.deepcopy(attachment.suffix),
             tools=copy.deepcopy(attachment.tools),
+            new_prompt_token_ids=new_prompt.copy(),
             completion=completion,
             prompt_length=held + len(new_prompt),
+            context_length=held + len(new_prompt) + len(completion.token_ids),
             starts_row=not extends,
             committed_at=committed_at,
-            log=parent.log.extended(held, new) if parent is not None and extends else TokenLog(new),
         )
-        self.nodes.append(node)
-        self._children[node.parent].append(node.seq)
-        return node
 
     def _parent(self, seq: int | None) -> Node | None:
         if seq is None:

@@ -61,9 +61,9 @@ def decode_rows(data: bytes) -> tuple[list[Sample], dict[str, Any]]:
     return [Sample.from_dict(row) for row in rows], metadata
 
 
-def encode_node(forest: TrajectoryForest, seq: int) -> bytes:
-    """A turn as one line of ASCII, for a journal; it holds what the turn added to the session."""
-    return typed_json.dumps(forest.record(seq)).encode("ascii")
+def encode_node(turn: Node) -> bytes:
+    """A turn, added or only prepared, as one line of ASCII for a journal; it holds what the turn adds."""
+    return typed_json.dumps(turn.record()).encode("ascii")
 
 
 def decode_node(forest: TrajectoryForest, data: bytes) -> Node:

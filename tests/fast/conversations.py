@@ -121,6 +121,7 @@ class Session:
         completion = reply(self.chat, text, seq=len(self.forest.nodes), **fields)
         node = self.forest.commit(attachment, prompt.token_ids, completion, committed_at=0.0)
         assert node.starts_row != prompt.extends
+        assert np.array_equal(self.forest.prompt_token_ids(node.seq), prompt.token_ids)
         return node
 
     def then(self, node: Node, question: str) -> list[Mapping[str, Any]]:

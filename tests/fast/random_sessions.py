@@ -51,7 +51,8 @@ def finish(draw: Any, session: Session, request: tuple[Any, Any]) -> None:
         finish_reason=reason,
         weight_version=draw(st.sampled_from([None, "v1"])),
     )
-    session.forest.commit(attachment, prompt.token_ids, completion, committed_at=0.0)
+    node = session.forest.commit(attachment, prompt.token_ids, completion, committed_at=0.0)
+    assert np.array_equal(session.forest.prompt_token_ids(node.seq), prompt.token_ids)
 
 
 def turns_in_rows(forest: TrajectoryForest, leaf: int, limit: float) -> list[list[Node]]:
@@ -63,8 +64,8 @@ def turns_in_rows(forest: TrajectoryForest, leaf: int, limit: float) -> list[lis
     rows: list[list[Node]] = []
     ended = False
     for node in path:
-        context = node.token_ids.tolist()
-        before = None if node.parent is None else forest.nodes[node.parent].token_ids.tolist()
+        context = forest.token_ids(node.seq).tolist()
+        before = None if node.parent is None else forest.token_ids(node.parent).tolist()
         if before is None or context[: len(before)] != before or node.prompt_length < len(before):
             rows.append([])
             ended = False

@@ -10,7 +10,7 @@ from conversations import STOP, Chat, Session, StripsThinking, reply, user
 from miles_norm import Sample, convert_samples_to_train_data
 from miles_norm.errors import ConfigError, SessionError
 from miles_norm.session.assembly import assemble, session_metadata
-from miles_norm.session.hooks import drop_retries
+from miles_norm.session.hooks import drop_retries, keep_all
 from miles_norm.session.node import Attachment, Node
 from miles_norm.session.tree import TrajectoryForest
 
@@ -25,7 +25,7 @@ def forest_of(*turns: tuple[int | None, Sequence[int], int], **finish_reasons: s
     """
     forest = TrajectoryForest()
     for seq, (parent, new, sampled) in enumerate(turns):
-        before: Sequence[int] = [] if parent is None else forest.nodes[parent].token_ids.tolist()
+        before: Sequence[int] = [] if parent is None else forest.token_ids(parent).tolist()
         prompt = [-token for token in new] if any(token < 0 for token in new) else [*before, *new]
         completion = reply(
             Chat(),
@@ -115,9 +115,11 @@ def test_a_part_of_a_path_that_another_leaf_trains_is_no_row() -> None:
 
 def test_two_leaves_whose_paths_begin_with_the_same_part() -> None:
     forest = forest_of((None, [1], 1), (0, [-8], 1), (0, [-9], 1))
-    rows = assemble(forest, BASE)
-    assert paths(rows) == [[2], [1], [0]]
-    assert [trained(row) for row in rows] == [[300], [200], [100]]
+    for picker in (keep_all, lambda leaves, _: leaves[::-1]):
+        rows = assemble(forest, BASE, picker)
+        assert paths(rows) == [[2], [1], [0]]
+        assert [trained(row) for row in rows] == [[300], [200], [100]]
+        assert [row.metadata["leaf"]["node_id"] for row in rows] == [2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def with_experts(
     for seq, (parent, new, sampled) in enumerate(turns):
         before = 0 if parent is None else forest.nodes[parent].context_length
         prompt = np.concatenate(
-            [np.empty(0, np.int32) if parent is None else forest.nodes[parent].token_ids, np.full(new, 5)]
+            [np.empty(0, np.int32) if parent is None else forest.token_ids(parent), np.full(new, 5)]
         )
         rows = before + new + sampled - 1
         experts = np.broadcast_to((1000 * seq + np.arange(rows))[:, None, None], (rows, layers, top_k)).astype(np.int32)
@@ -286,7 +288,7 @@ def test_experts_of_branches_and_cut_rows() -> None:
 
 def test_experts_on_some_turns_only() -> None:
     forest, _ = with_experts([(None, 3, 2), (0, 1, 2)])
-    tokens = forest.nodes[1].token_ids.tolist()
+    tokens = forest.token_ids(1).tolist()
     forest.commit(Attachment(1, ()), [*tokens, 5], reply(Chat(), "", token_ids=np.array([9]), log_probs=np.zeros(1)))
     with pytest.raises(SessionError, match=r"routed experts of turns 0 to 2\n +got: +none on turn 2"):
         assemble(forest, BASE)

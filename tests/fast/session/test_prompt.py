@@ -20,7 +20,7 @@ def text_after(session: Session, **fields: Any) -> str:
     first = session.turn(QUESTION, fields.pop("text", "4"), **fields)
     prompt = next_prompt(session.forest, session.forest.attach(session.then(first, "Sure?")), session.chat)
     assert prompt.extends
-    assert np.array_equal(prompt.token_ids[: first.context_length], first.token_ids)
+    assert np.array_equal(prompt.token_ids[: first.context_length], session.forest.token_ids(first.seq))
     return session.chat.decode(prompt.token_ids[first.context_length :].tolist())
 
 
@@ -81,7 +81,7 @@ def test_a_template_that_removes_reasoning_starts_a_row() -> None:
     second = session.turn(session.then(first, "Sure?"), "yes</think>Yes")
     text = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n" + NEXT
     assert second.starts_row
-    assert second.prompt_token_ids.tolist() == session.chat.encode(text)
+    assert session.forest.prompt_token_ids(second.seq).tolist() == session.chat.encode(text)
     # A tool's answer is no question: the reasoning stays, and so does the row.
     tool = {"role": "tool", "content": "4"}
     third = session.turn([*session.forest.messages(second.seq), tool], "ok</think>Yes")
@@ -115,10 +115,15 @@ class Hides(Chat):
 
 
 class EndsOtherwise(Chat):
-    """A template that closes tool calls with another token than text."""
+    """A template that closes tool calls otherwise than text: with a token more, or with another one."""
 
-    def body(self, message: Any, latest: bool) -> str:
-        return super().body(message, latest) + ("<|endoftext|>" if message.get("tool_calls") else "")
+    def __init__(self, closing: str) -> None:
+        super().__init__()
+        self.closing = closing
+
+    def render(self, messages: Any, tools: Any = None, *, add_generation_prompt: bool) -> str:
+        text = super().render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return text.replace("</call><|im_end|>\n", "</call>" + self.closing)
 
 
 class OpensOtherwise(Chat):
@@ -129,6 +134,22 @@ class OpensOtherwise(Chat):
         return text + ("<think>\n" if add_generation_prompt else "")
 
 
+class PlainText(Chat):
+    """A template without special tokens."""
+
+    def render(self, messages: Any, tools: Any = None, *, add_generation_prompt: bool) -> str:
+        texts = [f"{message['role']}: {self.body(message, latest=True)}\n\n" for message in messages]
+        return "".join(texts) + ("assistant: " if add_generation_prompt else "")
+
+
+def test_a_template_of_plain_text() -> None:
+    """What was sampled is a part of the reply, not of its closing, though both are line feeds."""
+    session = Session(PlainText())
+    after = "\n\nuser: Sure?\n\nassistant: "
+    assert text_after(session, text="4\n", stop=False) == after
+    assert session.chat.render(session.forest.messages(0), add_generation_prompt=False).endswith("4\n\n\n")
+
+
 @pytest.mark.parametrize("chat", [Hides(), OpensOtherwise()])
 def test_templates_that_do_not_extend(chat: Chat) -> None:
     session = Session(chat)
@@ -136,14 +157,25 @@ def test_templates_that_do_not_extend(chat: Chat) -> None:
     second = session.turn(session.then(first, "Sure?"), "yes")
     assert second.starts_row
     rendered = chat.render(session.then(first, "Sure?"), add_generation_prompt=True)
-    assert second.prompt_token_ids.tolist() == chat.encode(rendered)
+    assert session.forest.prompt_token_ids(second.seq).tolist() == chat.encode(rendered)
 
 
-def test_the_end_of_a_reply_that_is_closed_in_a_way_of_its_own() -> None:
-    """<|endoftext|> is no part of what closes text, but the reply still ends with what does."""
+@pytest.mark.parametrize("closing", ["<|endoftext|><|im_end|>\n", "<|endoftext|>\n"])
+def test_tool_calls_that_are_closed_in_a_way_of_their_own(closing: str) -> None:
+    """Where a parsed call does not end as text does, nothing tells where in the rendered text the sampled one ends."""
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
-    session = Session(EndsOtherwise())
-    assert text_after(session, text="add()<|endoftext|>", message=message) == "\n" + NEXT
+    session = Session(EndsOtherwise(closing))
+    if closing.endswith("<|im_end|>\n"):
+        assert text_after(session, text="add()<|endoftext|>", message=message) == "\n" + NEXT
+    else:
+        first = session.turn(QUESTION, "add()<|endoftext|>", message=message, stop=False)
+        assert session.turn(session.then(first, "Sure?"), "yes").starts_row
+    # A call that renders as it was sampled is found in any case.
+    function = {"name": "add", "arguments": "{}"}
+    verbatim = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    session = Session(EndsOtherwise(closing))
+    end = closing.removesuffix("\n")
+    assert text_after(session, text=f"\n<call>{function}</call>{end}", message=verbatim, stop=False) == "\n" + NEXT
 
 
 def test_no_new_message_asks_for_another_reply() -> None:
@@ -168,22 +200,24 @@ def test_prompts_read_as_the_whole_conversation(turns: list[tuple[str, str, bool
     for question, answer, stop in turns:
         messages.append(user(question))
         node = session.turn(messages, answer, stop=stop)
-        assert session.chat.decode(node.prompt_token_ids.tolist()) == session.chat.render(
+        assert session.chat.decode(session.forest.prompt_token_ids(node.seq).tolist()) == session.chat.render(
             messages, add_generation_prompt=True
         )
         messages.append(assistant(answer))
     assert [node.starts_row for node in session.forest.nodes] == [True] + [False] * (len(turns) - 1)
     for node in session.forest.nodes:
         sampled = node.completion.token_ids
-        assert np.array_equal(session.forest.nodes[-1].token_ids[node.prompt_length : node.context_length], sampled)
+        assert np.array_equal(
+            session.forest.token_ids(len(turns) - 1)[node.prompt_length : node.context_length], sampled
+        )
 
 
 def test_a_hand_made_turn_need_not_come_from_here() -> None:
     """An engine that renders by itself: whether a row goes on is read off its tokens."""
     session = Session()
-    first = session.turn(QUESTION, "4")
-    extended = np.concatenate([first.token_ids, [5]])
+    session.turn(QUESTION, "4")
+    extended = np.concatenate([session.forest.token_ids(0), [5]])
     assert not session.forest.commit(Attachment(0, ()), extended, reply(session.chat, "x")).starts_row
     extended[3] += 1
     assert session.forest.commit(Attachment(0, ()), extended, reply(session.chat, "x")).starts_row
-    assert session.forest.commit(Attachment(0, ()), first.token_ids[:-1], reply(session.chat, "x")).starts_row
+    assert session.forest.commit(Attachment(0, ()), extended[:-2], reply(session.chat, "x")).starts_row

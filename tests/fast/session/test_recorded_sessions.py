@@ -144,8 +144,7 @@ def recorded_tree(tree: dict[str, Any]) -> TrajectoryForest:
     forest = TrajectoryForest()
     for node in tree["nodes"]:
         start, stop = node["completion_span"]
-        parent = None if node["parent"] is None else forest.nodes[node["parent"]]
-        before = np.empty(0, np.int32) if parent is None else parent.token_ids
+        before = np.empty(0, np.int32) if node["parent"] is None else forest.token_ids(node["parent"])
         prompt = np.concatenate([before, np.full(start - len(before), 7, np.int32)])
         completion = Completion(
             message=assistant(str(node["id"])),

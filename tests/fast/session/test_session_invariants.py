@@ -85,7 +85,7 @@ def test_turns_are_whole(drawn: tuple[TrajectoryForest, set[int], int | None]) -
                    forest.nodes[turns[-1]].context_length == len(row.tokens)]  # fmt: skip
         nodes = [forest.nodes[seq] for seq in turns]
         assert row_tokens(row, masked=True) == sampled_tokens(nodes)
-        assert row.tokens.tolist() == nodes[-1].token_ids.tolist()
+        assert row.tokens.tolist() == forest.token_ids(nodes[-1].seq).tolist()
         start = nodes[0].prompt_length
         for node in nodes:
             assert len(set(row.loss_mask[node.prompt_length - start : node.context_length - start].tolist())) <= 1
@@ -122,18 +122,18 @@ def test_the_order_of_sibling_commits_decides_ownership_and_nothing_else(
     root = forest.commit(forest.attach([user("q")]), chat.encode("q"), reply(chat, "root", seq=0))
     seqs = {}
     for label in order:
-        prompt = np.concatenate([root.token_ids, chat.encode(f"{label}")])
+        prompt = np.concatenate([forest.token_ids(root.seq), chat.encode(f"{label}")])
         seqs[label] = forest.commit(Attachment(0, (user(str(label)),)), prompt, reply(chat, "xy", seq=10 + label)).seq
     for label in order if linked else sorted(order):
         if depths[label]:
             node = forest.nodes[seqs[label]]
-            prompt = np.concatenate([node.token_ids, chat.encode("more")])
+            prompt = np.concatenate([forest.token_ids(node.seq), chat.encode("more")])
             seqs[label] = forest.commit(Attachment(node.seq, ()), prompt, reply(chat, "z", seq=20 + label)).seq
     rows = assemble(forest, BASE)
     # The same rows and the same trained tokens, whatever the order was.
     contexts = sorted(row.tokens.tolist() for row in rows)
     assert contexts == sorted(
-        [*root.token_ids, *chat.encode(f"{label}xy"), STOP, *[*chat.encode("morez"), STOP] * depths[label]]
+        [*forest.token_ids(0), *chat.encode(f"{label}xy"), STOP, *[*chat.encode("morez"), STOP] * depths[label]]
         for label in range(4)
     )
     trained = sorted(token for row in rows for token in row_tokens(row))
@@ -156,7 +156,7 @@ def test_a_linear_conversation_is_the_plain_single_trajectory(turns: list[tuple[
         messages.append(user("q" * asked))
         node = session.turn(messages, "a" * answered, weight_version=f"v{number}")
         messages.append(assistant("a" * answered))
-        between = node.prompt_token_ids.tolist()[len(tokens) :]
+        between = session.forest.prompt_token_ids(node.seq).tolist()[len(tokens) :]
         sampled = node.completion.token_ids.tolist()
         if number:
             mask += [0] * len(between)
@@ -184,7 +184,7 @@ def test_a_replayed_session_gives_the_same_rows_and_takes_the_same_requests(
 ) -> None:
     again = TrajectoryForest()
     for node in session.forest.nodes:
-        decode_node(again, encode_node(session.forest, node.seq))
+        decode_node(again, encode_node(node))
     rows, replayed = (assemble(forest, BASE, max_seq_len=limit) for forest in (session.forest, again))
     assert encode_rows(rows) == encode_rows(replayed)
     for node in session.forest.nodes:

@@ -89,10 +89,11 @@ def test_log_probs_of_a_merged_row() -> None:
 
 
 def test_a_call_that_repeats_the_prompt_starts_a_row() -> None:
-    found = trace_rows([rollout(([1], [2]), ([1], [2]), ([1, 2], [3]))])
-    assert [row.tokens.tolist() for row in found.samples] == [[1, 2], [1, 2, 3]]
-    assert [row.metadata for row in found.samples] == [{"turn_index": 0, "turns": 1}, {"turn_index": 1, "turns": 2}]
-    assert (found.mismatches, found.unmerged_rollouts) == (1, 1)
+    found = trace_rows([rollout(([1], [2]), ([1, 2], [3]), ([1], [2]), ([1, 2], [3]), ([9], [2]))])
+    assert [row.tokens.tolist() for row in found.samples] == [[1, 2, 3], [1, 2, 3], [9, 2]]
+    places = [(row.metadata["turn_index"], row.metadata["turns"]) for row in found.samples]
+    assert places == [(0, 2), (2, 2), (4, 1)]
+    assert (found.mismatches, found.unmerged_rollouts) == (2, 1)
 
 
 def test_missing_log_probs_take_those_of_their_row() -> None:
@@ -132,6 +133,11 @@ def test_status_is_that_of_the_last_call() -> None:
     reasons = [t["metadata"]["server"]["finish_reason"] for one in ROLLOUTS for t in one["triplets"]]
     assert statuses == ["truncated" if reason == "length" else "completed" for reason in reasons]
     assert "truncated" in statuses
+    # A merged row may begin with a call that ended by length.
+    number = [one["rollout_id"] for one in ROLLOUTS].index("ro-3729c619c60a")
+    assert reasons[sum(len(one["triplets"]) for one in ROLLOUTS[:number])] == "length"
+    merged = [row.status for row in trace_rows(ROLLOUTS).samples if row.rollout_id == "ro-3729c619c60a"]
+    assert merged == ["completed", "completed"]
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 from conversations import STOP, Chat, Session, StripsThinking, assistant, reply, user
-from hypothesis import given
-from hypothesis import strategies as st
 
 from miles_norm.errors import HookError, MilesNormError, NodeLimitError, PathEndedError, SessionError
 from miles_norm.session.completion import Completion
 from miles_norm.session.node import Attachment
 from miles_norm.session.rendering import Renderer
-from miles_norm.session.token_log import TokenLog, as_token_ids
 from miles_norm.session.tree import TrajectoryForest
 
 QUESTION = [user("2 + 2?")]
@@ -97,15 +94,15 @@ def test_racing_requests_become_siblings() -> None:
     first = session.turn(QUESTION, "4")
     chat, forest = session.chat, session.forest
     attachments = [forest.attach(session.then(first, text)) for text in ("a", "b")]
-    ends = [np.concatenate([first.token_ids, chat.encode(text)]) for text in ("a", "b")]
+    ends = [np.concatenate([forest.token_ids(0), chat.encode(text)]) for text in ("a", "b")]
     later = forest.commit(attachments[1], ends[1], reply(chat, "B"))
     earlier = forest.commit(attachments[0], ends[0], reply(chat, "A"))
     assert [later.seq, earlier.seq] == [1, 2]
     assert later.parent == earlier.parent == 0
     assert not later.starts_row
     assert not earlier.starts_row
-    assert later.token_ids.tolist() == [*ends[1], *chat.encode("B"), STOP]
-    assert earlier.token_ids.tolist() == [*ends[0], *chat.encode("A"), STOP]
+    assert forest.token_ids(1).tolist() == [*ends[1], *chat.encode("B"), STOP]
+    assert forest.token_ids(2).tolist() == [*ends[0], *chat.encode("A"), STOP]
     assert [leaf.seq for leaf in forest.leaves()] == [1, 2]
 
 
@@ -156,24 +153,29 @@ def test_errors_are_of_one_tree() -> None:
 def test_what_is_committed_is_not_the_callers() -> None:
     forest, messages = TrajectoryForest(), [user("a")]
     completion = reply(Chat(), "b")
-    node = forest.commit(forest.attach(messages), np.array([1, 2]), completion, committed_at=3.5)
+    prompt = np.array([1, 2], np.int32)
+    node = forest.commit(forest.attach(messages), prompt, completion, committed_at=3.5)
     messages[0]["content"] = "changed"
     completion.message["content"] = "changed"
-    completion.token_ids[:] = 0
+    prompt[:] = completion.token_ids[:] = 0
     completion.log_probs[:] = 0
     assert forest.messages(0) == [user("a"), assistant("b")]
-    assert node.token_ids.tolist() == [1, 2, *Chat().encode("b"), STOP]
+    sampled = [*Chat().encode("b"), STOP]
+    assert forest.token_ids(0).tolist() == [1, 2, *sampled]
+    assert node.completion.token_ids.tolist() == sampled
     assert node.completion.log_probs.all()
     assert node.committed_at == 3.5
     with pytest.raises(ValueError, match="read-only"):
-        node.token_ids[0] = 9
+        forest.token_ids(0)[0] = 9
+    with pytest.raises(ValueError, match="read-only"):
+        forest.prompt_token_ids(0)[0] = 9
 
 
 def test_experts_are_held_once() -> None:
     """Of each turn only what lies beyond the context before: 3 + 2 - 1 rows, then 8 + 1 - 5 more."""
     forest, experts = TrajectoryForest(), np.arange(8 * 2 * 3, dtype=np.int32).reshape(8, 2, 3)
     first = forest.commit(forest.attach(QUESTION), [1, 2, 3], reply(Chat(), "4", routed_experts=experts[:4]))
-    prompt = [*first.token_ids, 7, 8, 9]
+    prompt = [*forest.token_ids(0), 7, 8, 9]
     second = forest.commit(Attachment(0, (user("x"),)), prompt, reply(Chat(), "", routed_experts=experts + 100))
     assert np.array_equal(first.completion.routed_experts, experts[:4])
     assert np.array_equal(second.completion.routed_experts, experts[4:] + 100)
@@ -182,27 +184,18 @@ def test_experts_are_held_once() -> None:
     assert np.array_equal(afresh.completion.routed_experts, experts[1:])
 
 
-@given(st.data())
-def test_token_logs_are_lists(data: st.DataObject) -> None:
-    """Logs that are continued at any place, against lists that are copied."""
-    logs: list[tuple[TokenLog, list[int]]] = [(TokenLog(as_token_ids([1], "ids")), [1])]
-    for number in range(data.draw(st.integers(1, 12))):
-        log, ids = data.draw(st.sampled_from(logs))
-        end = data.draw(st.integers(0, len(ids)))
-        new = [10 * number + n for n in range(data.draw(st.integers(0, 5)))]
-        logs.append((log.extended(end, as_token_ids(new, "ids")), ids[:end] + new))
-    for log, ids in logs:
-        assert log.ids(len(ids)).tolist() == ids
-
-
-def test_a_long_conversation_is_held_once() -> None:
+def test_what_earlier_turns_hold_is_not_held_again() -> None:
+    """Also on branches: every token of the forest once."""
     forest = TrajectoryForest()
-    node = forest.commit(forest.attach(QUESTION), [1] * 10, reply(Chat(), "a"))
+    forest.commit(forest.attach(QUESTION), [1] * 10, reply(Chat(), "a"))
     for number in range(50):
-        prompt = np.concatenate([node.token_ids, [number]])
-        node = forest.commit(Attachment(node.seq, ()), prompt, reply(Chat(), "a"))
-    assert {id(one.log) for one in forest.nodes} == {id(node.log)}
+        prompt = np.concatenate([forest.token_ids(number - number % 2), [number]])
+        forest.commit(Attachment(number - number % 2, ()), prompt, reply(Chat(), "a"))
+    held = [node.new_prompt_token_ids.base is None and len(node.new_prompt_token_ids) for node in forest.nodes]
+    assert held == [10] + [1] * 50
     assert forest.mismatches == 0
+    # Turn 49 continues 48, which continues 46, and so on: 25 turns after the first one, each of 1 + 2 tokens.
+    assert len(forest.token_ids(49)) == 10 + 2 + 25 * 3
 
 
 def test_mismatches_are_counted() -> None:
@@ -214,7 +207,7 @@ def test_mismatches_are_counted() -> None:
 
 
 def records_of(forest: TrajectoryForest) -> list[Any]:
-    return [forest.record(node.seq) for node in forest.nodes]
+    return [node.record() for node in forest.nodes]
 
 
 def test_replayed_records_give_the_same_forest() -> None:
@@ -228,7 +221,7 @@ def test_replayed_records_give_the_same_forest() -> None:
         again.replay(record)
     assert str(records_of(again)) == str(records_of(session.forest))
     for ours, theirs in zip(again.nodes, session.forest.nodes, strict=True):
-        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert again.token_ids(ours.seq).tolist() == session.forest.token_ids(ours.seq).tolist()
         assert (ours.parent, ours.starts_row, ours.tools) == (theirs.parent, theirs.starts_row, theirs.tools)
         assert again.messages(ours.seq) == session.forest.messages(ours.seq)
     # What one turn added, not the whole context.
@@ -252,10 +245,18 @@ def test_records_out_of_order(order: list[int]) -> None:
         again.replay(records[order[-1]])
 
 
+def test_a_record_that_continues_nothing() -> None:
+    session = Session()
+    session.turn(QUESTION, "4")
+    record = session.forest.nodes[0].record() | {"starts_row": False}
+    with pytest.raises(SessionError, match="record of turn 0"):
+        TrajectoryForest().replay(record)
+
+
 def test_replay_with_routed_experts() -> None:
     forest, experts = TrajectoryForest(), np.arange(8 * 2, dtype=np.int32).reshape(8, 2, 1)
-    first = forest.commit(forest.attach(QUESTION), [1, 2, 3], reply(Chat(), "4", routed_experts=experts[:4]))
-    forest.commit(Attachment(0, ()), [*first.token_ids, 7, 8, 9], reply(Chat(), "", routed_experts=experts))
+    forest.commit(forest.attach(QUESTION), [1, 2, 3], reply(Chat(), "4", routed_experts=experts[:4]))
+    forest.commit(Attachment(0, ()), [*forest.token_ids(0), 7, 8, 9], reply(Chat(), "", routed_experts=experts))
     again = TrajectoryForest()
     for record in records_of(forest):
         again.replay(record)
