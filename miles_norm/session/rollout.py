@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -109,7 +110,7 @@ async def run_rollouts(
 
     Raises:
         ConfigError: prompts that are neither of these; all are named.
-        SessionError: the server cannot be reached, or refuses the driver's requests.
+        SessionError: the server cannot be reached, fails, or refuses to make sessions.
     """
     options = options or RolloutOptions()
     rollouts = _rollouts(prompts, options.n_samples_per_prompt)
@@ -142,14 +143,15 @@ async def _run(agent: Agent, rollout: _Rollout, client: SessionClient, options: 
     }
     try:
         outcome, error = await _play(agent, rollout, client.base_url(session), options)
+        rewards = {name: outcome[name] for name in ("reward", "rewards") if name in outcome}
+        rows = []
         try:
-            rewards = {name: outcome[name] for name in ("reward", "rewards") if name in outcome}
             rows = await client.rows(session, {**asked, "agent": rewards})
         except RequestError as refusal:
-            if not rewards:
-                raise
-            outcome, error = {}, f"the agent returned {shown(rewards)}: {refusal.got}"
-            rows = await client.rows(session, asked)
+            outcome, error = {}, error or f"rows were refused for {shown(rewards)}: {refusal.got}"
+            # Rewards that do not fit cost the rollout its score; a session that is gone costs its rows.
+            with suppress(RequestError):
+                rows = await client.rows(session, asked)
     finally:
         await client.forget(session)
     if not rows:
