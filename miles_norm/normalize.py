@@ -20,7 +20,7 @@ from miles_norm.result import Advantages, NormalizedRewards
 from miles_norm.rewards import RolloutRewards, choose_rollout_rewards
 from miles_norm.statistics import SegmentStatistics, plain
 
-__all__ = ["normalize_columns", "normalize_rewards"]
+__all__ = ["normalize_columns", "normalize_rewards", "normalize_silently"]
 
 NEARLY_EQUAL = 1e-6
 """A group whose rewards range over less than this share of the largest is reported."""
@@ -68,7 +68,16 @@ def normalize_columns(
     >>> normalize_columns(columns, NormalizationConfig(grpo_std_normalization=False)).advantages.tolist()
     [2.0, 2.0, -2.0]
     """
-    config = _checked(config)
+    result = normalize_silently(columns, _checked(config), prompt_group_sizes)
+    for text in result.warnings:
+        logger.warning(text)
+    return result
+
+
+def normalize_silently(
+    columns: RolloutColumns, config: NormalizationConfig, prompt_group_sizes: Sequence[int] | Tensor | None = None
+) -> NormalizedRewards:
+    """``normalize_columns`` whose warnings are in the result alone, for who computes many results to compare them."""
     if config.device is not None:
         columns = _moved(columns, config.device)
     index, warnings = recover_groups(columns, config, prompt_group_sizes)
@@ -76,8 +85,6 @@ def normalize_columns(
     grouped = group_rewards(columns, index, rewards, config)
     advantages, moments = rollout_advantages(rewards, grouped, config)
     found = (*columns.notes, *warnings, *rewards.warnings, *_group_warnings(rewards, grouped, config))
-    for text in found:
-        logger.warning(text)
     return NormalizedRewards(columns, config, rewards, grouped, Advantages(advantages, moments), found)
 
 

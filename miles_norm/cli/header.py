@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from miles_norm.advantages import ESTIMATORS
-from miles_norm.cli.summary import GroupSummary, counted, number
+from miles_norm.audit.summary import GroupSummary, counted, number
 from miles_norm.cli.terminal import show_lines
 from miles_norm.config.base import Config
 from miles_norm.explain import GROUP_RULES

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from miles_norm.cli.header import print_header
-from miles_norm.cli.summary import (
+from miles_norm.audit.summary import (
     GroupSummary,
     json_id,
     number,

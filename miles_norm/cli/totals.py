@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from miles_norm.cli.summary import exclusion_name, number
+from miles_norm.audit.summary import exclusion_name, number
 from miles_norm.cli.terminal import show_lines
 from miles_norm.counting import Exclusion
 

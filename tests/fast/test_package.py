@@ -47,6 +47,7 @@ ROOMS = (
     "conversion",
     "session",
     "integrations",
+    "audit",
     "cli",
 )
 CORE = ROOMS[: ROOMS.index("conversion") + 1]

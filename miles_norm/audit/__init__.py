@@ -1,0 +1,1 @@
+"""Audits: what normalization does to a run, and what is wrong with its dumps."""
