@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from miles_norm.audit.summary import counted, disagreeing_rows, exclusion_name, json_id, label, number, summarize_groups
 from miles_norm.cli.report import group_json, row_json
 from miles_norm.cli.selection import check_row, find_groups, find_rollouts
-from miles_norm.audit.summary import counted, disagreeing_rows, exclusion_name, json_id, label, number, summarize_groups
 from miles_norm.cli.table import Column, Note, print_table
 from miles_norm.cli.terminal import show_lines
 from miles_norm.counting import Exclusion

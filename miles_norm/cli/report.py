@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from miles_norm.cli.header import print_header
 from miles_norm.audit.summary import (
     GroupSummary,
     json_id,
@@ -16,6 +15,7 @@ from miles_norm.audit.summary import (
     select_notable,
     summarize_groups,
 )
+from miles_norm.cli.header import print_header
 from miles_norm.cli.table import Column, Note, print_table
 from miles_norm.cli.terminal import show_lines, show_warnings
 from miles_norm.cli.totals import print_totals
