@@ -18,7 +18,15 @@ from miles_norm.metrics import PREFIX
 from miles_norm.result import NormalizedRewards
 from miles_norm.rewards import any_row
 
-__all__ = ["AGGREGATIONS", "EXTREME", "Comparison", "audit_metrics", "compare_rows", "relative_weights"]
+__all__ = [
+    "AGGREGATIONS",
+    "EXTREME",
+    "Comparison",
+    "audit_metrics",
+    "compare_rows",
+    "comparison_metrics",
+    "relative_weights",
+]
 
 AGGREGATIONS: Final[tuple[str, ...]] = get_args(LossConfig.model_fields["aggregation"].annotation)
 
@@ -70,9 +78,10 @@ def audit_metrics(result: NormalizedRewards, baseline: str | None = "rows") -> d
     """
     values = result.metrics()
     parts = [_fan_out(result), _sources(result), _signal(result), _rewards(result, values), _weights(result)]
-    if baseline is not None:
-        parts.append(_changes(result, compare_rows(result, baseline_advantages(result, baseline)), baseline))
-    return values | {PREFIX + name: float(value) for part in parts for name, value in part}
+    values |= {PREFIX + name: float(value) for part in parts for name, value in part}
+    if baseline is None:
+        return values
+    return values | comparison_metrics(compare_rows(result, baseline_advantages(result, baseline)), baseline)
 
 
 _Values = Iterator[tuple[str, float]]
@@ -201,12 +210,15 @@ def compare_rows(result: NormalizedRewards, theirs: Tensor) -> Comparison:
     return Comparison(result.advantages, theirs, result.trained_rows)
 
 
-def _changes(result: NormalizedRewards, rows: Comparison, baseline: str) -> _Values:
-    head = f"vs_{baseline}/"
-    yield head + "nonfinite_rows", int((rows.trained & ~rows.usable).sum())
-    if usable := int(rows.usable.sum()):
-        flips = int(rows.flips.sum())
-        yield head + "sign_flips", flips
-        yield head + "sign_flip_share", flips / usable
-        yield head + "mean_abs_change", float(rows.change.abs().sum()) / usable
-        yield head + "max_abs_change", float(rows.change.abs().max())
+def comparison_metrics(rows: Comparison, baseline: str) -> dict[str, float]:
+    """The metrics ``vs_BASELINE/...`` of ``audit_metrics``."""
+    lost, usable, flips = int((rows.trained & ~rows.usable).sum()), int(rows.usable.sum()), int(rows.flips.sum())
+    values: dict[str, float] = {"nonfinite_rows": lost}
+    if usable:
+        values |= {
+            "sign_flips": flips,
+            "sign_flip_share": flips / usable,
+            "mean_abs_change": float(rows.change.abs().sum()) / usable,
+            "max_abs_change": float(rows.change.abs().max()),
+        }
+    return {f"{PREFIX}vs_{baseline}/{name}": float(value) for name, value in values.items()}

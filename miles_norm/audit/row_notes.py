@@ -1,4 +1,4 @@
-"""What an audit keeps of a row beside the columns of normalization: sizes, a strip of its mask, its path in the tree."""
+"""What an audit keeps of a row beside the columns of normalization: sizes, a strip of its mask, its way in the tree."""
 
 from __future__ import annotations
 

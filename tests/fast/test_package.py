@@ -45,6 +45,7 @@ ROOMS = (
     "filters",
     "loss",
     "conversion",
+    "pages",
     "session",
     "integrations",
     "audit",

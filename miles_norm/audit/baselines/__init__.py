@@ -29,19 +29,17 @@ class Baseline:
     compute: Callable[[NormalizedRewards], Tensor]
     """Gives float32 ``[N]``."""
     rule: str
-    """In words: what is counted."""
+    """What is counted, as the rest of a sentence after "where"."""
 
 
 BASELINES: Final = MappingProxyType(
     {
-        "rows": Baseline(row_advantages, "each row counts as a rollout, in the prompt groups found here"),
-        "miles-2369": Baseline(miles_2369_advantages, "Miles with pull request 2369: the mainstream row speaks"),
-        "miles-2498": Baseline(miles_2498_advantages, "Miles after pull request 2498: siblings must share one reward"),
-        "slime": Baseline(slime_advantages, "slime: rows, in groups by count or in one"),
-        "agent-lightning": Baseline(
-            agent_lightning_advantages, "Agent Lightning at rollout level: first row of each rollout, in bfloat16"
-        ),
-        "verl": Baseline(verl_advantages, "verl: each row is an observation of its prompt"),
+        "rows": Baseline(row_advantages, "each row counts as a rollout"),
+        "miles-2369": Baseline(miles_2369_advantages, "the mainstream row speaks for its rollout"),
+        "miles-2498": Baseline(miles_2498_advantages, "siblings must share one reward"),
+        "slime": Baseline(slime_advantages, "rows are grouped by their number"),
+        "agent-lightning": Baseline(agent_lightning_advantages, "the first row speaks for its rollout, in bfloat16"),
+        "verl": Baseline(verl_advantages, "each row is an observation of its prompt, in float32"),
     }
 )
 

@@ -69,7 +69,6 @@ def collided_ids(e: Evidence) -> Finding | None:
     """One id for what are different rollouts."""
     index, columns = e.result.index, e.result.columns
     pairs = [pair for pair in columns.id_collisions if index.row_rollout[pair[0]] == index.row_rollout[pair[1]]]
-    remedy = "give every rollout of a batch an id of its own; within one prompt that is enough here, not everywhere"
     if pairs:
         rows = sorted({row for pair in pairs for row in pair})
         return e.finding(
@@ -94,7 +93,7 @@ def collided_ids(e: Evidence) -> Finding | None:
         "collided_ids",
         f"{format_rows(ids, 'rollout id', 8)} {'is' if len(ids) == 1 else 'are'} used in several prompt groups: "
         f"{counted(len(taken), 'rollout')} here, and one per id for code that keys by the id alone.",
-        remedy,
+        "number rollouts over the whole batch: set rollout_id, or index, to an id that no other prompt or adapter uses",
         rows=where(torch.isin(index.row_rollout, taken)),
         groups=dict.fromkeys(index.rollout_group[taken].tolist()),
     )

@@ -44,15 +44,15 @@ def changed_advantages(e: Evidence) -> Finding | None:
     if not lost and not flips and change <= CHANGED * float(rows.ours[rows.trained].abs().double().mean()):
         return None
     named = lost or flips or torch.sort(rows.change.abs(), descending=True).indices[:_NAMED].tolist()
-    texts = [f"gives {counted(len(lost), 'row')} no finite advantage"] if lost else []
+    texts = [f"{counted(len(lost), 'row')} get no finite advantage"] if lost else []
     if flips:
-        texts.append(f"pushes {len(flips)} of {counted(usable, 'trained row')} the other way")
+        texts.append(f"{len(flips)} of {counted(usable, 'trained row')} are pushed the other way")
     if usable:
         largest = float(rows.change.abs().max())
-        texts.append(f"changes advantages by {number(change)} on average and {number(largest)} at most")
+        texts.append(f"advantages change by {number(change)} on average and {number(largest)} at most")
     return e.finding(
         "changed_advantages",
-        f"The baseline {e.baseline} ({BASELINES[e.baseline].rule}) {', and '.join(texts)}: see "
+        f"With the baseline {e.baseline}, where {BASELINES[e.baseline].rule}, {' and '.join(texts)}: see "
         f"{format_rows(named, limit=_NAMED)}.",
         "take the advantages of miles_norm, where a rollout is one observation: those are the figures here",
         rows=named,
