@@ -57,6 +57,7 @@ class Evidence:
     ) -> Finding:
         """A finding about rows and groups of this result, by their numbers."""
         kept = tuple(group_labels(self.result, list(groups)[:KEPT]))
+        problem = problem[:1].upper() + problem[1:]
         return Finding(name, problem, remedy, tuple(list(rows)[:KEPT]), kept)
 
 

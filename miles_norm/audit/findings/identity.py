@@ -70,11 +70,12 @@ def collided_ids(e: Evidence) -> Finding | None:
     index, columns = e.result.index, e.result.columns
     pairs = [pair for pair in columns.id_collisions if index.row_rollout[pair[0]] == index.row_rollout[pair[1]]]
     if pairs:
-        rows = sorted({row for pair in pairs for row in pair})
+        merged = index.row_rollout[sorted({row for pair in pairs for row in pair})]
+        rows = where(torch.isin(index.row_rollout, merged))
         return e.finding(
             "collided_ids",
-            f"{format_rows(rows)} count as one rollout each time a rollout_id equals the index of a row without one, "
-            "although their own indices differ.",
+            f"A rollout_id equals the index of a row that has none: {format_rows(rows)} count as siblings although "
+            "their own indices differ.",
             "set rollout_id on every row, or on none",
             rows=rows,
             groups=dict.fromkeys(index.row_group[rows].tolist()),

@@ -6,14 +6,14 @@ import torch
 
 from miles_norm.audit.baselines import BASELINES
 from miles_norm.audit.findings.evidence import Evidence, Finding, rollout_labels, where
-from miles_norm.audit.metrics import relative_weights
+from miles_norm.audit.metrics import Comparison, relative_weights
 from miles_norm.audit.summary import counted, number
 from miles_norm.errors import format_rows
 
 __all__ = ["baseline_refuses", "changed_advantages", "fan_out_weight"]
 
 CHANGED = 0.05
-"""A mean change of this share of the mean advantage is worth a word."""
+"""A mean change of this share of the mean advantage, beyond a factor common to all rows, is worth a word."""
 
 UNEVEN = 1.5
 """A rollout that weighs this many times an equal share is worth a word."""
@@ -41,7 +41,7 @@ def changed_advantages(e: Evidence) -> Finding | None:
         return None
     usable, lost, flips = int(rows.usable.sum()), where(rows.trained & ~rows.usable), where(rows.flips)
     change = float(rows.change.abs().sum()) / max(usable, 1)
-    if not lost and not flips and change <= CHANGED * float(rows.ours[rows.trained].abs().double().mean()):
+    if not lost and not flips and not _changes_more_than_the_scale(rows):
         return None
     named = lost or flips or torch.sort(rows.change.abs(), descending=True).indices[:_NAMED].tolist()
     texts = [f"{counted(len(lost), 'row')} get no finite advantage"] if lost else []
@@ -58,6 +58,13 @@ def changed_advantages(e: Evidence) -> Finding | None:
         rows=named,
         groups=dict.fromkeys(e.result.index.row_group[named].tolist()),
     )
+
+
+def _changes_more_than_the_scale(rows: Comparison) -> bool:
+    """Rows of a fan-out that is the same everywhere have another n - 1 below the root, which scales all advantages."""
+    ours, theirs = rows.ours[rows.usable].double(), rows.theirs[rows.usable].double()
+    factor = float((ours * theirs).sum()) / max(float((ours * ours).sum()), 1e-300)
+    return float((theirs - factor * ours).abs().sum()) > CHANGED * abs(factor) * float(ours.abs().sum())
 
 
 def fan_out_weight(e: Evidence) -> Finding | None:
