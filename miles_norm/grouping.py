@@ -83,13 +83,19 @@ class RolloutIndex:
 
     def rows_of_rollout(self, rollout: int) -> list[int]:
         """Rows of one rollout, ascending."""
-        rows: list[int] = torch.nonzero(self.row_rollout == rollout)[:, 0].tolist()
-        return rows
+        return _part(*self._rows_by_rollout, rollout)
 
     def rollouts_of_group(self, group: int) -> list[int]:
         """Rollouts of one prompt group, ascending."""
-        rollouts: list[int] = torch.nonzero(self.rollout_group == group)[:, 0].tolist()
-        return rollouts
+        return _part(*self._rollouts_by_group, group)
+
+    @cached_property
+    def _rows_by_rollout(self) -> tuple[Tensor, list[int]]:
+        return _sorted_parts(self.row_rollout, self.num_rollouts)
+
+    @cached_property
+    def _rollouts_by_group(self) -> tuple[Tensor, list[int]]:
+        return _sorted_parts(self.rollout_group, self.num_groups)
 
     @cached_property
     def groups(self) -> list[list[int]]:
@@ -97,6 +103,17 @@ class RolloutIndex:
         rows = torch.sort(self.row_group, stable=True).indices
         sizes = torch.bincount(self.row_group, minlength=self.num_groups)
         return [part.tolist() for part in rows.split(sizes.tolist())]
+
+
+def _sorted_parts(part: Tensor, parts: int) -> tuple[Tensor, list[int]]:
+    """Positions, part after part and ascending within each, and where each part begins, with an end: sorted once."""
+    starts = torch.cumsum(torch.bincount(part, minlength=parts), 0)
+    return torch.sort(part, stable=True).indices, [0, *starts.tolist()]
+
+
+def _part(positions: Tensor, starts: list[int], number: int) -> list[int]:
+    found: list[int] = positions[starts[number] : starts[number + 1]].tolist()
+    return found
 
 
 def _labels(column: IdColumn | None, rows: Tensor) -> list[Hashable]:

@@ -64,8 +64,9 @@ def mask_strip(mask: Any, length: int) -> str:
     values = _mask_values(mask)
     if values is None or not len(values):
         return ""
-    cells = min(len(values), STRIP)
-    edges = np.arange(cells + 1) * len(values) // cells
+    if len(values) <= STRIP:
+        return (values * 9 + ord("0")).astype(np.uint8).tobytes().decode()
+    edges = np.arange(STRIP + 1) * len(values) // STRIP
     sums, sizes = np.add.reduceat(values, edges[:-1], dtype=np.int64), np.diff(edges)
     # A part with one trainable token of thousands is not empty, and one that lacks a token is not full.
     digits = np.where(sums == 0, 0, np.where(sums == sizes, 9, (sums * 9 // sizes).clip(1, 8)))
@@ -83,15 +84,17 @@ def _mask_values(mask: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _size(values: Any) -> int | None:
+    if isinstance(values, list):
+        return len(values)
     with suppress(TypeError):
-        return None if isinstance(values, str | bytes | Mapping) else len(values)
+        return None if isinstance(values, str | bytes | dict) else len(values)
     return None
 
 
 def _path(metadata: Any) -> Path:
     """``metadata["leaf"]["path_node_ids"]``, as Miles' session server writes it; files hold anything."""
-    leaf = metadata.get("leaf") if isinstance(metadata, Mapping) else None
-    nodes = leaf.get("path_node_ids") if isinstance(leaf, Mapping) else None
+    leaf = metadata.get("leaf") if isinstance(metadata, dict) else None
+    nodes = leaf.get("path_node_ids") if isinstance(leaf, dict) else None
     if not isinstance(nodes, list | tuple) or len(nodes) > _LONGEST_PATH or len(set(map(str, nodes))) < len(nodes):
         return ()
     return tuple(nodes) if all(type(node) in (int, str) for node in nodes) else ()

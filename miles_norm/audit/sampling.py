@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from miles_norm.audit.details import RolloutDetails, short
 from miles_norm.audit.findings.evidence import rollout_labels
@@ -37,22 +39,22 @@ def shown_groups(
         if summary.rows <= left or not chosen:
             chosen.append(summary)
             left -= summary.rows
+    chosen.sort(key=lambda summary: summary.group)
+    fan_out = torch.bincount(result.index.row_rollout, minlength=result.index.num_rollouts)
+    rollouts = [_within(result.index.rollouts_of_group(each.group), fan_out, most_rows) for each in chosen]
     details = RolloutDetails(result, notes, comparison, loss_weights(result))
-    described = []
-    for summary in sorted(chosen, key=lambda summary: summary.group):
-        group = summary.group
-        rollouts = _within(result, result.index.rollouts_of_group(group), most_rows)
-        described.append(
-            {
-                **_head(summary),
-                "row_mean": rows[group],
-                "flips": flips[group],
-                "change": short(change[group]),
-                "more_rollouts": summary.rollouts - len(rollouts),
-                "members": details.describe(rollouts),
-            }
-        )
-    return described
+    members = iter(details.describe([rollout for part in rollouts for rollout in part]))
+    return [
+        {
+            **_head(summary),
+            "row_mean": rows[summary.group],
+            "flips": flips[summary.group],
+            "change": short(change[summary.group]),
+            "more_rollouts": summary.rollouts - len(part),
+            "members": list(islice(members, len(part))),
+        }
+        for summary, part in zip(chosen, rollouts, strict=True)
+    ]
 
 
 def _head(summary: GroupSummary) -> dict[str, Any]:
@@ -89,10 +91,9 @@ def _per_group(
     return means, change.tolist(), torch.bincount(row_group[comparison.flips], minlength=groups).tolist()
 
 
-def _within(result: NormalizedRewards, rollouts: list[int], most_rows: int) -> list[int]:
+def _within(rollouts: list[int], fan_out: Tensor, most_rows: int) -> list[int]:
     """As many rollouts as have ``most_rows`` rows, at least one."""
-    fan_out = torch.bincount(result.index.row_rollout, minlength=result.index.num_rollouts)[rollouts]
-    fits = int((torch.cumsum(fan_out, 0) <= most_rows).sum())
+    fits = int((torch.cumsum(fan_out[rollouts], 0) <= most_rows).sum())
     return rollouts[: max(fits, 1)]
 
 
