@@ -20,7 +20,7 @@ from miles_norm.result import Advantages, NormalizedRewards
 from miles_norm.rewards import RolloutRewards, choose_rollout_rewards
 from miles_norm.statistics import SegmentStatistics, plain
 
-__all__ = ["normalize_columns", "normalize_grouped", "normalize_rewards"]
+__all__ = ["normalize_columns", "normalize_grouped", "normalize_rewards", "normalize_silently"]
 
 NEARLY_EQUAL = 1e-6
 """A group whose rewards range over less than this share of the largest is reported."""
@@ -69,26 +69,37 @@ def normalize_columns(
     [2.0, 2.0, -2.0]
     """
     config = NormalizationConfig.checked(_DEFAULTS if config is None else config)
+    return _logged(normalize_silently(columns, config, prompt_group_sizes))
+
+
+def normalize_silently(
+    columns: RolloutColumns, config: NormalizationConfig, prompt_group_sizes: Sequence[int] | Tensor | None = None
+) -> NormalizedRewards:
+    """``normalize_columns`` whose warnings are in the result alone, for who computes many results to compare them."""
     if config.device is not None:
         columns = _moved(columns, config.device)
     index, warnings = recover_groups(columns, config, prompt_group_sizes)
-    return normalize_grouped(columns, index, config, warnings)
+    return _normalized(columns, index, config, warnings)
 
 
-def normalize_grouped(
-    columns: RolloutColumns, index: RolloutIndex, config: NormalizationConfig, warnings: Sequence[str] = ()
+def normalize_grouped(columns: RolloutColumns, index: RolloutIndex, config: NormalizationConfig) -> NormalizedRewards:
+    """``normalize_columns`` for a batch whose groups and rollouts are known."""
+    return _logged(_normalized(columns, index, config, ()))
+
+
+def _logged(result: NormalizedRewards) -> NormalizedRewards:
+    for text in result.warnings:
+        logger.warning(text)
+    return result
+
+
+def _normalized(
+    columns: RolloutColumns, index: RolloutIndex, config: NormalizationConfig, warnings: Sequence[str]
 ) -> NormalizedRewards:
-    """``normalize_columns`` for a batch whose groups and rollouts are known.
-
-    Args:
-        warnings: What their recovery had to say.
-    """
     rewards = choose_rollout_rewards(columns, index, config)
     grouped = group_rewards(columns, index, rewards, config)
     advantages, moments = rollout_advantages(rewards, grouped, config)
     found = (*columns.notes, *warnings, *rewards.warnings, *_group_warnings(rewards, grouped, config))
-    for text in found:
-        logger.warning(text)
     return NormalizedRewards(columns, config, rewards, grouped, Advantages(advantages, moments), found)
 
 

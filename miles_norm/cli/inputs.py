@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from miles_norm.dumps import DumpStream
     from miles_norm.result import NormalizedRewards
 
-__all__ = ["ADDED_KEYS", "Batch", "group_sizes", "kept_warnings", "load", "read_config", "read_settings", "reading"]
+__all__ = [
+    "ADDED_KEYS",
+    "Batch",
+    "group_sizes",
+    "kept_warnings",
+    "load",
+    "parse_sizes",
+    "read_config",
+    "read_settings",
+    "reading",
+]
 
 _SIZES = "prompt_group_sizes"
 
@@ -110,7 +120,7 @@ def load(path: Path, config: NormalizationConfig, sizes: str | None) -> Batch:
         sizes: Rows per prompt group, separated by commas; ``none`` ignores those of the dump; None takes them.
     """
     if sizes is not None and sizes != "none":
-        _parse_sizes(sizes)  # refused before the file is read
+        parse_sizes(sizes)  # refused before the file is read
     taken: list[int] = []
     with kept_warnings() as about_file, reading(path) as stream:
         from miles_norm.columns.sample_columns import columns_from_rows
@@ -156,11 +166,16 @@ def _noting(rows: Iterable[dict[str, Any]], taken: list[int]) -> Iterator[dict[s
 def group_sizes(path: Path, metadata: Mapping[str, Any], sizes: str | None) -> list[Any] | None:
     """Rows per prompt group: as the option gives them, else as the dump records them; ``none`` takes neither."""
     if sizes is not None:
-        return None if sizes == "none" else _parse_sizes(sizes)
+        return None if sizes == "none" else parse_sizes(sizes)
     return None if metadata.get(_SIZES) is None else _recorded_sizes(path, metadata[_SIZES])
 
 
-def _parse_sizes(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
+    """The numbers of ``--prompt-group-sizes``.
+
+    Raises:
+        ConfigError: something else than whole numbers separated by commas.
+    """
     try:
         return [int(size) for size in text.split(",")]
     except ValueError:

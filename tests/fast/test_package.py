@@ -45,8 +45,10 @@ ROOMS = (
     "filters",
     "loss",
     "conversion",
+    "pages",
     "session",
     "integrations",
+    "audit",
     "cli",
 )
 CORE = ROOMS[: ROOMS.index("conversion") + 1]
