@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from miles_norm.advantages.inputs import counted
+from miles_norm.audit.summary import counted
 from miles_norm.cli.terminal import show_lines
 from miles_norm.cli.waiting import bar
 from miles_norm.errors import ConfigError
