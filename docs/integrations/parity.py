@@ -7,11 +7,13 @@ train on: the advantage of each row, the loss, and its gradient for each log-pro
 installed is shown as such.
 """
 
+import runpy
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,6 +183,15 @@ def agent_lightning_drop_ins(batch: Batch) -> Outcome:
     return trained(batch, of_rows, lambda new: token_losses(batch, new, scaled).sum())
 
 
+def framework(function: str) -> Callable[[Batch], Outcome]:
+    """A function of ``parity_frameworks.py``, which runs the framework's own code."""
+
+    def run(batch: Batch) -> Outcome:
+        return Outcome(*runpy.run_path(str(Path(__file__).with_name("parity_frameworks.py")))[function](batch))
+
+    return run
+
+
 INTEGRATIONS = (
     Integration("miles_norm, a trainer of one's own", miles_norm_alone),
     Integration("miles_norm, advantages alone", advantages_alone),
@@ -188,6 +199,8 @@ INTEGRATIONS = (
     Integration("Miles, convert hook", miles_train_data),
     Integration("slime, convert hook and advantage function", slime_advantages),
     Integration("Agent Lightning, both drop-ins", agent_lightning_drop_ins),
+    Integration("verl, estimator and policy loss", framework("verl_outcome"), "verl"),
+    Integration("TRL, trainer", framework("trl_outcome"), "trl"),
 )
 
 

@@ -2,8 +2,8 @@
 
     python examples/session_v2_agentic/warm_start.py out/policy.safetensors
 
-The teacher claims to be done without having opened anything (35% of its first replies), writes something that is no
-tool call (15%), or calls ``open`` (35%) or ``ask`` (15%). The policy does the same afterwards, so its rollouts succeed
+The teacher claims to be done without having opened anything (25% of its first replies), writes something that is no
+tool call (15%), or calls ``open`` (40%) or ``ask`` (20%). The policy does the same afterwards, so its rollouts succeed
 now and then, and have one row or several.
 """
 
@@ -35,7 +35,7 @@ def conversation(rng: random.Random) -> list[dict[str, Any]]:
     opening = rng.choice(("help", f"{rng.randrange(3)} so far"))
     question = {"role": "user", "content": f"{opening}, box {box}"}
     done = {"role": "assistant", "content": "done"}
-    kind = rng.choices(("claim", "stumble", "open", "ask"), weights=(35, 15, 35, 15))[0]
+    kind = rng.choices(("claim", "stumble", "open", "ask"), weights=(25, 15, 40, 20))[0]
     if kind == "claim":
         return [question, done]
     if kind == "stumble":

@@ -62,9 +62,9 @@ def assemble(
         ConfigError: max_seq_len below 1.
     """
     _check(base, max_seq_len)
-    metadata = session_metadata(forest, agent)
-    rows = _Rows(base, max_seq_len)
-    paths = {leaf.seq: _Path(leaf, forest, rows) for leaf in forest.leaves()}
+    leaf_paths, rows = _leaf_paths(forest), _Rows(base, max_seq_len)
+    metadata = _metadata(forest, leaf_paths, agent)
+    paths = {path[-1].seq: _Path(path, rows) for path in leaf_paths}
     kept = pick(picker, [path.sample for path in paths.values() if path.sample is not None], metadata)
     if forest.mismatches:
         taken: set[int] = set()
@@ -82,6 +82,16 @@ def session_metadata(forest: TrajectoryForest, agent: Mapping[str, Any] | None =
     ``completion_span`` says where a turn's completion stands among the tokens of its context. ``mismatches`` counts the
     turns that start a row although they continue another turn.
     """
+    return _metadata(forest, _leaf_paths(forest), agent)
+
+
+def _leaf_paths(forest: TrajectoryForest) -> list[list[Node]]:
+    return [forest.path(leaf.seq) for leaf in forest.leaves()]
+
+
+def _metadata(
+    forest: TrajectoryForest, leaf_paths: Sequence[Sequence[Node]], agent: Mapping[str, Any] | None
+) -> dict[str, Any]:
     nodes = [
         {
             "id": node.seq,
@@ -96,9 +106,7 @@ def session_metadata(forest: TrajectoryForest, agent: Mapping[str, Any] | None =
         }
         for node in forest.nodes
     ]
-    leaves = [
-        {"node_id": leaf.seq, "path_node_ids": [node.seq for node in forest.path(leaf.seq)]} for leaf in forest.leaves()
-    ]
+    leaves = [{"node_id": path[-1].seq, "path_node_ids": [node.seq for node in path]} for path in leaf_paths]
     tree = {"nodes": nodes, "leaves": leaves, "mismatches": forest.mismatches}
     return {"tree": tree} if agent is None else {"tree": tree, "agent": dict(agent)}
 
@@ -128,10 +136,10 @@ def response_arrays(
 class _Path:
     """A leaf and the parts of its path, each of which can be a row."""
 
-    def __init__(self, leaf: Node, forest: TrajectoryForest, rows: _Rows) -> None:
-        self._leaf, self._rows = leaf, rows
-        self._parts = [part for part in _parts(forest.path(leaf.seq)) if rows.fits(part)]
-        self.sample = rows.row(self._parts[-1], leaf) if self._parts else None
+    def __init__(self, path: Sequence[Node], rows: _Rows) -> None:
+        self._leaf, self._rows = path[-1], rows
+        self._parts = [part for part in _parts(path) if rows.fits(part)]
+        self.sample = rows.row(self._parts[-1], self._leaf) if self._parts else None
         """What a picker sees of the leaf: the last part that fits."""
 
     def earlier_rows(self, taken: set[int]) -> Iterator[Sample]:

@@ -27,10 +27,9 @@ from miles_norm.errors import (
     UnknownSessionError,
 )
 
-__all__ = ["error_answer", "json_answer", "to_json"]
+__all__ = ["KINDS", "error_answer", "json_answer", "to_json"]
 
-# The first that fits: a status, whether the same request may succeed later, and OpenAI's name for the kind.
-_KINDS: tuple[tuple[type[MilesNormError], int, bool, str], ...] = (
+KINDS: tuple[tuple[type[MilesNormError], int, bool, str], ...] = (
     (UnauthorizedError, 401, False, "authentication_error"),
     (TooLargeError, 413, False, "invalid_request_error"),
     (UnknownSessionError, 404, False, "not_found_error"),
@@ -46,6 +45,7 @@ _KINDS: tuple[tuple[type[MilesNormError], int, bool, str], ...] = (
     (JournalError, 507, False, "journal_error"),
     (MilesNormError, 500, False, "internal_error"),
 )
+"""The first that fits says the status, whether the same request may succeed later, and OpenAI's name for the kind."""
 
 # Escapes whatever is not ASCII, so that a lone surrogate in a reply does not fail when it has been recorded already.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -70,11 +70,12 @@ def error_answer(error: Exception) -> Response:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         body = _body(error.detail, kind, error)
         return json_answer(body, error.status_code, {**(error.headers or {}), "x-should-retry": "false"})
-    for cls, status, again, kind in _KINDS:
+    for cls, status, again, kind in KINDS:
         if isinstance(error, cls):
             return json_answer(_body(str(error), kind, error), status, {"x-should-retry": str(again).lower()})
     body = _body("an error of the server; its log has more", "internal_error", error)
-    return json_answer(body, 500, {"x-should-retry": "false"})
+    # The server closes the connection of a request that raised; a client that does not know would use it again.
+    return json_answer(body, 500, {"x-should-retry": "false", "connection": "close"})
 
 
 def _body(message: str, kind: str, error: Exception) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -36,6 +37,8 @@ from miles_norm.session.server.sessions import Sessions
 from miles_norm.session.wire import encode_rows
 
 __all__ = ["session_app"]
+
+logger = logging.getLogger("miles_norm")
 
 
 def session_app(sessions: Sessions) -> Starlette:
@@ -84,7 +87,10 @@ class _Handlers:
 
     async def failed(self, request: Request, error: Exception) -> Response:
         self._sessions.metrics.failed(error)
-        return error_answer(error)
+        answer = error_answer(error)
+        if answer.status_code >= 500 and isinstance(error, MilesNormError):  # Others are logged with their traceback.
+            logger.warning("answered %d: %s: got %s", answer.status_code, error.subject, error.got)
+        return answer
 
     async def health(self, request: Request) -> Response:
         ready = await self._sessions.engine.health()

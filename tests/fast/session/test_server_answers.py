@@ -58,6 +58,7 @@ def test_an_engine_that_refuses_without_a_word() -> None:
 def test_other_errors_tell_nothing_but_their_kind() -> None:
     answer = error_answer(KeyError("a secret"))
     assert answer.status_code == 500
+    assert answer.headers["connection"] == "close"
     assert b"secret" not in answer.body
     assert json.loads(answer.body)["error"]["code"] == "KeyError"
 

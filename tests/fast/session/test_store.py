@@ -87,23 +87,24 @@ def test_concurrent_writers_share_commits_and_each_keeps_its_order(tmp_path: Pat
         assert [r.payload[0] for r in records if r.session_id == f"s{name}"] == list(range(20))
 
 
-def test_purging_gives_room_back(tmp_path: Path) -> None:
+def test_purging_gives_much_room_back_and_reuses_little(tmp_path: Path) -> None:
     path = tmp_path / "journal"
 
-    async def run() -> tuple[int, int]:
-        journal = Journal(path)
-        await asyncio.gather(*(journal.append(f"s{k % 10}", "turn", bytes(5_000)) for k in range(200)))
-        await journal.purge(["s0"])
-        full = path.stat().st_size
-        await journal.purge([f"s{k}" for k in range(1, 9)])
-        left = path.stat().st_size
+    async def run() -> list[int]:
+        journal, sizes = Journal(path, sync="off"), []
+        for purged in ([], ["s0"], [f"s{k}" for k in range(1, 9)]):
+            await journal.purge(purged)
+            if not sizes:
+                await asyncio.gather(*(journal.append(f"s{k % 10}", "turn", bytes(10_000)) for k in range(2_000)))
+            sizes.append(path.stat().st_size)
         await journal.close()
-        return full, left
+        return sizes
 
-    full, left = asyncio.run(run())
-    # 20 sessions' worth of 100 kB each were written, 9 are left, then 1.
-    assert full > 900_000
-    assert left < 200_000
+    written, little, much = asyncio.run(run())
+    # 10 sessions of 2 MB each; the first one is not worth 16 MiB, it and eight more are.
+    assert written > 16_000_000
+    assert little >= written
+    assert much < 4_000_000
     assert {record.session_id for record in replayed(path)} == {"s9"}
 
 

@@ -133,6 +133,11 @@ def test_status_is_that_of_the_last_call() -> None:
     reasons = [t["metadata"]["server"]["finish_reason"] for one in ROLLOUTS for t in one["triplets"]]
     assert statuses == ["truncated" if reason == "length" else "completed" for reason in reasons]
     assert "truncated" in statuses
+    # A merged row may begin with a call that ended by length.
+    number = [one["rollout_id"] for one in ROLLOUTS].index("ro-3729c619c60a")
+    assert reasons[sum(len(one["triplets"]) for one in ROLLOUTS[:number])] == "length"
+    merged = [row.status for row in trace_rows(ROLLOUTS).samples if row.rollout_id == "ro-3729c619c60a"]
+    assert merged == ["completed", "completed"]
 
 
 @pytest.mark.parametrize(
