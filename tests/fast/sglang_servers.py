@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -24,8 +23,8 @@ from miles_norm.session.engines.hugging_face import HuggingFaceRenderer
 from miles_norm.session.engines.sglang import SGLangEngine
 
 ROOT = Path(__file__).parents[2]
-PYTHON, ROUTER_PYTHON = os.environ.get("SGLANG_PYTHON"), os.environ.get("SMG_PYTHON")
-"""Interpreters of the environments in which SGLang and the routers are installed."""
+PYTHON = os.environ.get("SGLANG_PYTHON")
+"""Interpreter of the environment in which SGLang and routers are installed."""
 ARCHITECTURE = os.environ.get("SGLANG_ARCHITECTURE", "qwen2")
 START_SECONDS = 600
 """What a server may take to start: half a minute on a quiet machine, of which nearly all is importing."""
@@ -40,7 +39,7 @@ class Models:
 
 
 class Server:
-    """A process group that answers on a port of 127.0.0.1 some time after it was started."""
+    """A process that answers on a port of 127.0.0.1 some time after it was started."""
 
     def __init__(self, command: Callable[[int], Sequence[object]], log: Path, ready: str) -> None:
         self._command, self._log, self._ready = command, log, ready
@@ -52,9 +51,7 @@ class Server:
         """Start, on the same port as before, and return at once."""
         command = [str(part) for part in self._command(self.port)]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def wait(self) -> None:
         """Wait until it serves."""
@@ -72,9 +69,9 @@ class Server:
         raise AssertionError(f"{self._process.args} does not serve after {START_SECONDS} s:\n{self.tail()}")
 
     def kill(self) -> None:
-        """SIGKILL for all of its processes, as the kernel does when memory runs out."""
+        """SIGKILL, as the kernel does when memory runs out; SGLang's other processes end with the one that is killed."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.wait(60)
             self._process = None
 
@@ -98,7 +95,7 @@ def router(module: str, workers: Sequence[Server], log: Path, *options: str) -> 
     urls = [worker.url for worker in workers]
 
     def command(port: int) -> list[object]:
-        start = [ROUTER_PYTHON, "-m", f"{module}.launch_router", "--host", "127.0.0.1", "--port", port]
+        start = [PYTHON, "-m", f"{module}.launch_router", "--host", "127.0.0.1", "--port", port]
         return [*start, "--prometheus-port", free_port(), "--worker-urls", *urls, *options]
 
     return Server(command, log, "/readiness")

@@ -9,7 +9,6 @@ import pytest
 from conversations import user
 from scripted import Api, served, until
 from sglang_servers import (
-    ROUTER_PYTHON,
     START_SECONDS,
     Models,
     Server,
@@ -30,10 +29,7 @@ pytestmark = pytest.mark.anyio
 SHORT = {"max_tokens": 30, "stop": ["e", "\n"]}
 LONG = {"max_tokens": 700, "ignore_eos": True}
 
-needs_routers = pytest.mark.skipif(ROUTER_PYTHON is None, reason="make test-sglang installs routers, named SMG_PYTHON")
 
-
-@needs_routers
 async def test_a_router_that_drops_input_ids_is_named(sglang: Server, models: Models, tmp_path: Path) -> None:
     with running(router("sglang_router", [sglang], tmp_path / "router.log")) as dropping:
         async with served(SGLangEngine(dropping.url, HuggingFaceRenderer(models.first))) as api:
@@ -60,7 +56,6 @@ async def workers_of_turns(api: Api, session: str, turns: int, workers: list[Ser
     return ids, [worker.served("/v1/chat/completions") - count for worker, count in zip(workers, before, strict=True)]
 
 
-@needs_routers
 async def test_sessions_stick_to_a_worker_and_outlive_it(
     sglang: Server, second: Server, models: Models, tmp_path: Path
 ) -> None:

@@ -76,14 +76,10 @@ def _run(command: str, model: Path, port: int, options: Sequence[str], log: Path
     print(f"starting SGLang on {model}, log in {log}", flush=True)
     began = time.monotonic()
     with log.open("wb") as output:
-        # In a group of its own, so that Ctrl-C ends the command and leaves the server to be ended below.
         process = subprocess.Popen(
-            launch_command(model, port, options),
-            env=_environment(),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            launch_command(model, port, options), env=_environment(), stdout=output, stderr=output
         )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Runs what is below.
     try:
         wait_until_ready(url, process, timeout_s)
         print(f"serving on {url} after {time.monotonic() - began:.0f} s", flush=True)
@@ -92,7 +88,7 @@ def _run(command: str, model: Path, port: int, options: Sequence[str], log: Path
         print(f"{error}; the end of {log}:\n{_tail(log)}", file=sys.stderr)
         return 1
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # It holds nothing that would have to be saved.
+        process.kill()  # Its children end with it; told to end, it would take 5 seconds for the same.
         process.wait()
 
 
@@ -126,6 +122,7 @@ def main() -> None:
     port = options.port or _free_port()
     if options.run:
         sys.exit(_run(options.run, options.model, port, others, options.log, options.timeout))
+    print(f"SGLang on http://127.0.0.1:{port}, in half a minute or so; Ctrl-C ends it", flush=True)
     command = launch_command(options.model, port, others)
     os.execve(command[0], command, dict(_environment()))
 
