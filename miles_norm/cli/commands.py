@@ -275,6 +275,9 @@ def rollout(  # the command line is what the options are
     engine: EngineName = "embedded",
     engine_url: EngineUrl = None,
     model: Model = None,
+    engine_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Wait so long for an engine that is still starting.")
+    ] = 60,
     concurrency: Annotated[int, typer.Option(metavar="N", help="Rollouts at a time.")] = 64,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="End a rollout that takes longer; it counts as aborted.")
@@ -314,7 +317,7 @@ def rollout(  # the command line is what the options are
         request_kwargs=request_kwargs(request or ()),
     )
     with kept_warnings() as warnings:
-        choice = EngineChoice(engine, engine_url, model)
+        choice = EngineChoice(engine, engine_url, model, engine_timeout)
         rows = roll_out(load_agent(agent), read_prompts(prompts), options, server, choice)
         write_dump(RolloutDump(samples=[row.to_dict() for row in rows]), output)
     messages = console_for(stderr=True)

@@ -40,6 +40,8 @@ class EngineChoice:
     name: str
     url: str | None
     model: Path | None
+    ready_within: float = 60
+    """Seconds that it may take to serve."""
 
     def make(self) -> Engine:
         """The engine, not started.
@@ -108,9 +110,12 @@ async def _server(address: str | None, choice: EngineChoice, api_key: str | None
     if address is not None:
         yield address
         return
+    from miles_norm.session.engines.protocol import wait_until_ready
     from miles_norm.session.server import running_server
 
-    async with running_server(choice.make(), ServerConfig(port=0, api_key=api_key)) as own:
+    engine = choice.make()
+    async with running_server(engine, ServerConfig(port=0, api_key=api_key)) as own:
+        await wait_until_ready(engine, choice.ready_within)
         yield own
 
 

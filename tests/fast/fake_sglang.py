@@ -15,7 +15,18 @@ import numpy as np
 from aiohttp import web
 
 END_OF_TURN = 258
-ROUTER_FIELDS = ("messages", "tools", "temperature", "top_p", "max_tokens", "stop", "seed", "logprobs", "stream")
+ROUTER_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "stop",
+    "seed",
+    "logprobs",
+    "stream",
+)
 
 
 @dataclass
@@ -34,6 +45,9 @@ class FakeSGLang:
     broken: str = ""
     """A status, or ``cut``, ``no json``, or the name of a field to leave out of the answer."""
     weight_version: str = "default"
+    models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "tiny", "parent": None}])
+    ready_workers: int | None = None
+    """Of a router; None: a server."""
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -117,6 +131,13 @@ class FakeSGLang:
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": "Succeeded to update model weights."})
 
+    async def list_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": self.models})
+
+    async def readiness(self, request: web.Request) -> web.Response:
+        status = 404 if self.ready_workers is None else 200 if self.ready_workers else 503
+        return web.Response(status=status)
+
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=int(self.broken or 200))
 
@@ -137,6 +158,8 @@ async def serving(server: FakeSGLang, port: int = 0) -> AsyncIterator[FakeSGLang
     app.add_routes([
         web.post("/v1/chat/completions", server.chat),
         web.post("/update_weights_from_disk", server.update),
+        web.get("/v1/models", server.list_models),
+        web.get("/readiness", server.readiness),
         web.get("/health", server.health),
     ])  # fmt: skip
     # Handlers are cancelled when the client goes away, as SGLang aborts the request then.

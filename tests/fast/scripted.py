@@ -14,7 +14,7 @@ from conversations import Chat, reply
 
 from miles_norm.samples import Sample
 from miles_norm.session.completion import Completion
-from miles_norm.session.engines.protocol import GenerationRequest
+from miles_norm.session.engines.protocol import Engine, GenerationRequest
 from miles_norm.session.rendering import Renderer
 from miles_norm.session.server import ServerConfig, running_server
 from miles_norm.session.wire import decode_rows
@@ -133,7 +133,7 @@ async def connected(address: str, key: str | None = None) -> AsyncIterator[Api]:
 
 
 @asynccontextmanager
-async def served(engine: ScriptedEngine | None = None, **settings: Any) -> AsyncIterator[Api]:
+async def served(engine: Engine | None = None, **settings: Any) -> AsyncIterator[Api]:
     """A server on a free port while the block runs, and its client."""
     config = ServerConfig(port=0, **settings)
     async with running_server(engine or ScriptedEngine(), config) as address, connected(address, config.api_key) as api:

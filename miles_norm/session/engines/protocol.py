@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -12,11 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_norm.errors import EngineRejectedError, shown
+from miles_norm.errors import EngineRejectedError, EngineUnavailableError, shown
 from miles_norm.session.completion import Completion
 from miles_norm.session.rendering import Message, Renderer
 
-__all__ = ["Engine", "GenerationRequest", "refuse"]
+__all__ = ["Engine", "GenerationRequest", "refuse", "wait_until_ready"]
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -119,3 +121,22 @@ class Engine(Protocol):
         Raises:
             EngineUnavailableError, EngineRejectedError: as ``generate``; the old weights stay.
         """
+
+
+async def wait_until_ready(engine: Engine, timeout_s: float, *, interval_s: float = 0.5) -> None:
+    """Wait for an engine that is starting, or starting again.
+
+    Raises:
+        EngineUnavailableError: it was not ready in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not await engine.health():
+        if time.monotonic() > deadline:
+            raise EngineUnavailableError(
+                "engine",
+                got=f"not ready after {timeout_s:g} s",
+                expected="an engine that serves requests",
+                reason="rollouts would fail at their first turn",
+                remedy="see whether it runs, what its log says, and whether the address is right; or wait longer",
+            )
+        await asyncio.sleep(interval_s)

@@ -6,9 +6,10 @@ where httpx carries 700; bare asyncio streams would take 0.04 ms and carry 27,00
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -41,11 +42,14 @@ class SGLangEngine:
     are always sent, since the server's own defaults are the model's. The log-probs are the server's: at the temperature
     of the request, unless it runs with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``.
 
-    When the task that waits is cancelled its connection is closed, at which the server stops the generation.
+    When the task that waits is cancelled its connection is closed. The server looks for that every 4 seconds
+    (``SGLANG_REQUEST_STATE_WAIT_TIMEOUT``), and then stops the generation.
 
     Args:
-        url: Of the server, such as ``http://127.0.0.1:30000``.
+        url: Of the server or router, such as ``http://127.0.0.1:30000``.
         renderer: Chat template and tokenizer of the model that it serves.
+        model: Its name there, which routers go by; the one that ``/v1/models`` lists by default.
+        workers: Addresses of the servers behind a router, which itself passes no weights on.
         timeout_s: Longest that a generation or an update of the weights may take.
         max_connections: More requests than this wait for one to finish.
         api_key: Sent as bearer token.
@@ -60,22 +64,17 @@ class SGLangEngine:
         url: str,
         renderer: Renderer,
         *,
+        model: str | None = None,
+        workers: Sequence[str] = (),
         timeout_s: float = 900.0,
         max_connections: int = 1024,
         api_key: str | None = None,
         routed_experts: tuple[int, int] | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(
-                "url of the engine",
-                got=shown(url),
-                expected="http:// or https://, host and port",
-                reason="requests are sent there",
-                remedy="write it as http://127.0.0.1:30000",
-            )
         self.renderer = renderer
-        self._url, self._timeout_s, self._max_connections = url.rstrip("/"), timeout_s, max_connections
+        self._url, self._model = _checked(url), model
+        self._workers = [_checked(worker) for worker in workers]
+        self._timeout_s, self._max_connections = timeout_s, max_connections
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._routed_experts = routed_experts
         self._prompt_is_read = False
@@ -92,9 +91,14 @@ class SGLangEngine:
             await self._session.close()
 
     async def health(self) -> bool:
-        """Whether ``/health`` says 200 within 10 seconds; the server may sample a token for it, which takes one."""
+        """Whether a router has workers, or a server says 200 within 10 seconds; it may sample a token, which takes one.
+
+        A router's ``/health`` speaks of the router alone; ``/readiness``, which a server does not have, of its workers.
+        """
         try:
-            status, _ = await self._call("GET", "/health", timeout_s=_HEALTH_S)
+            status, _ = await self._call("GET", f"{self._url}/readiness", timeout_s=_HEALTH_S)
+            if status == 404:
+                status, _ = await self._call("GET", f"{self._url}/health", timeout_s=_HEALTH_S)
         except EngineUnavailableError:
             return False
         return status == 200
@@ -108,31 +112,60 @@ class SGLangEngine:
             EngineUnavailableError: no connection, no answer in time, or a status from 500.
             EngineRejectedError: another status than 200, which it carries with the body.
             EngineContractError: an answer without tokens or log-probs, or to another prompt.
+            ConfigError: several models are served, and none was named.
         """
+        if self._model is None:
+            self._model = await self._served_model()
         body = self._body(request)
         if not self._prompt_is_read:
             body["return_prompt_token_ids"] = True
         headers = {"X-SMG-Routing-Key": request.routing_key} if request.routing_key else {}
-        answer = await self._json("/v1/chat/completions", body, headers)
+        answer = await self._json("POST", f"{self._url}/v1/chat/completions", body, headers)
         completion = read_completion(answer, request, self._routed_experts)
         self._prompt_is_read = True
         return completion
 
     async def update_weights(self, path: str | os.PathLike[str], weight_version: str) -> None:
-        """Have the server load a model folder, which it must be able to read under this path.
+        """Have the server, or all workers at once, load a model folder that they can read under this path.
 
         Raises:
-            EngineUnavailableError, EngineRejectedError: as ``generate``; the old weights stay.
+            EngineUnavailableError, EngineRejectedError: as ``generate``; the old weights stay where that happened. Of
+                several workers the others have the new ones, and each completion names those that it was sampled with.
         """
         body = {"model_path": os.fspath(path), "weight_version": weight_version, "flush_cache": True}
-        answer = await self._json("/update_weights_from_disk", body, {})
+        servers = self._workers or [self._url]
+        failures = await asyncio.gather(*(self._update(server, body) for server in servers), return_exceptions=True)
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    async def _update(self, server: str, body: dict[str, Any]) -> None:
+        answer = await self._json("POST", f"{server}/update_weights_from_disk", body)
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise EngineRejectedError.of_answer(400, json.dumps(answer))
+
+    async def _served_model(self) -> str:
+        answer = await self._json("GET", f"{self._url}/v1/models")
+        listed = answer.get("data") if isinstance(answer, Mapping) else None
+        # An adapter is listed too, and names the model that it belongs to.
+        names = [str(entry["id"]) for entry in listed or () if entry.get("parent") is None]
+        if not names:
+            raise _unavailable(f"{self._url}/v1/models", "no model")
+        if len(names) > 1:
+            raise ConfigError(
+                f"model of the engine at {self._url}",
+                got=f"none named, and {', '.join(names)} there",
+                expected="the name of one",
+                reason="a router sends a request to the workers of the model that it names",
+                remedy="name it: SGLangEngine(url, renderer, model=...)",
+            )
+        return names[0]
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             **_PLAIN_SAMPLING,
             **request.extra,
+            "model": self._model,
             "messages": list(request.messages),
             "input_ids": request.token_ids.tolist(),
             "logprobs": True,
@@ -150,10 +183,12 @@ class SGLangEngine:
         }
         return body | {name: value for name, value in optional.items() if value is not None}
 
-    async def _json(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        status, text = await self._call("POST", path, body=body, headers=headers, timeout_s=self._timeout_s)
+    async def _json(
+        self, method: str, url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> Any:
+        status, text = await self._call(method, url, body=body, headers=headers, timeout_s=self._timeout_s)
         if status >= 500:
-            raise _unavailable(self._url, f"HTTP status {status}: {shown(text, 300)}")
+            raise _unavailable(url, f"HTTP status {status}: {shown(text, 300)}")
         if status != 200:
             raise EngineRejectedError.of_answer(status, text)
         try:
@@ -164,20 +199,20 @@ class SGLangEngine:
     async def _call(
         self,
         method: str,
-        path: str,
+        url: str,
         *,
         timeout_s: float,
         body: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, str]:
         if self._session is None or self._session.closed:
-            raise _unavailable(self._url, "a client that is not started, or closed")
+            raise _unavailable(url, "a client that is not started, or closed")
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
         try:
             async with self._session.request(
                 method,
-                self._url + path,
+                url,
                 data=data,
                 timeout=timeout,
                 headers={"Content-Type": "application/json", **(headers or {})},
@@ -185,9 +220,22 @@ class SGLangEngine:
                 return answer.status, (await answer.read()).decode("utf-8", "replace")
         except TimeoutError as error:
             # A connection that is not made in time has a text of its own.
-            raise _unavailable(self._url, str(error) or f"no answer within {timeout_s:g} s") from error
+            raise _unavailable(url, str(error) or f"no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise _unavailable(self._url, f"{type(error).__name__}: {error}") from error
+            raise _unavailable(url, f"{type(error).__name__}: {error}") from error
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            "url of the engine",
+            got=shown(url),
+            expected="http:// or https://, host and port",
+            reason="requests are sent there",
+            remedy="write it as http://127.0.0.1:30000",
+        )
+    return url.rstrip("/")
 
 
 def _unavailable(url: str, got: str) -> EngineUnavailableError:

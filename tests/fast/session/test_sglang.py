@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -13,7 +14,7 @@ from fake_sglang import FakeSGLang, log_prob, serving
 from miles_norm.errors import ConfigError, EngineContractError, EngineRejectedError, EngineUnavailableError
 from miles_norm.session.completion import Completion
 from miles_norm.session.engines.chatml import ChatMLRenderer
-from miles_norm.session.engines.protocol import Engine, GenerationRequest
+from miles_norm.session.engines.protocol import Engine, GenerationRequest, wait_until_ready
 from miles_norm.session.engines.sglang import SGLangEngine
 
 T = TypeVar("T")
@@ -73,8 +74,8 @@ def test_what_is_sent() -> None:
 
     run(server, use, api_key="key")
     plain = {
-        "messages": MESSAGES, "input_ids": PROMPT.tolist(), "logprobs": True, "return_meta_info": True, "stream": False,
-        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "model": "tiny", "messages": MESSAGES, "input_ids": PROMPT.tolist(), "logprobs": True, "return_meta_info": True,
+        "stream": False, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
     # The prompt is asked back until one answer has been right.
     assert server.bodies[0] == plain | {"return_prompt_token_ids": True}
@@ -293,6 +294,54 @@ def test_weights_that_the_server_cannot_load(status: str) -> None:
         run(server, lambda engine: engine.update_weights("nowhere", "1"))
     assert raised.value.status == 400
     assert server.weight_version == "default"
+
+
+def test_new_weights_go_to_every_worker_behind_a_router() -> None:
+    async def use() -> None:
+        workers = [FakeSGLang(), FakeSGLang(broken="400"), FakeSGLang()]
+        async with serving(FakeSGLang()) as router, AsyncExitStack() as stack:
+            urls = [(await stack.enter_async_context(serving(worker))).url for worker in workers]
+            engine = SGLangEngine(router.url, RENDERER, workers=urls)
+            await engine.start()
+            with pytest.raises(EngineRejectedError, match="no such folder"):
+                await engine.update_weights("folder", "1")
+            await engine.close()
+        assert [worker.weight_version for worker in workers] == ["1", "default", "1"]
+        assert router.bodies == []
+
+    asyncio.run(use())
+
+
+def test_the_name_of_the_model() -> None:
+    base, adapter = {"id": "base", "parent": None}, {"id": "adapter", "parent": "base"}
+    for models, given, sent in (([base, adapter], None, "base"), ([base, {"id": "other"}], "other", "other")):
+        server = FakeSGLang(models=models)
+        generate(server, model=given)
+        assert server.bodies[0]["model"] == sent
+    with pytest.raises(ConfigError, match=r"got: +none named, and base, other there\n(.*\n)*.*model=\.\.\."):
+        generate(FakeSGLang(models=[base, {"id": "other"}]))
+    with pytest.raises(EngineUnavailableError, match=r"/v1/models\n +got: +no model"):
+        generate(FakeSGLang(models=[]))
+
+
+@pytest.mark.parametrize(("ready_workers", "healthy"), [(None, True), (2, True), (0, False)])
+def test_a_router_is_healthy_if_it_has_workers(ready_workers: int | None, healthy: bool) -> None:
+    assert run(FakeSGLang(ready_workers=ready_workers), lambda engine: engine.health()) is healthy
+
+
+def test_waiting_for_a_server_that_starts() -> None:
+    server = FakeSGLang(broken="503")
+
+    async def use(engine: SGLangEngine) -> None:
+        with pytest.raises(EngineUnavailableError, match=r"got: +not ready after 0\.02 s"):
+            await wait_until_ready(engine, 0.02, interval_s=0.01)
+        waiting = asyncio.create_task(wait_until_ready(engine, 60, interval_s=0.01))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        server.broken = ""
+        await waiting
+
+    run(server, use)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://", ""])
