@@ -53,12 +53,12 @@ def _named(lines: list[str]) -> list[list[str]]:
 
 
 def short(value: float) -> float | None:
-    """Five digits, which is what a page shows; None for what is no number.
+    """Seven digits, as an explanation has them; None for what is no number.
 
     >>> short(0.123456789), short(float("nan"))
-    (0.12346, None)
+    (0.1234568, None)
     """
-    return float(f"{value:.5g}") if value - value == 0 else None
+    return float(f"{value:.7g}") if value - value == 0 else None
 
 
 class RolloutDetails:

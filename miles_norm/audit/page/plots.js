@@ -51,7 +51,7 @@ function frame(width, height, xs, ys, names) {
       svg("text", { class: "tick", x: PLOT.left - 6, y: y(tick) + 4, "text-anchor": "end" }, tickText(tick)),
     );
   }
-  for (const tick of ticks(xs[0], xs[1], (inner.right - PLOT.left) / 70)) {
+  for (const tick of ticks(xs[0], xs[1], (inner.right - PLOT.left) / 56)) {
     if (names.whole && !Number.isInteger(tick)) continue;
     root.append(
       svg("line", { class: "grid", x1: x(tick), x2: x(tick), y1: PLOT.top, y2: inner.bottom }),

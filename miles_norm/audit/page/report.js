@@ -164,7 +164,7 @@ function advantageSection() {
   const draw = (width) => scatter(width, dots, { label: "Advantages against the baseline", x: rowsName, y: "over rollouts", alsoX: [0], alsoY: [0] },
     (xs, ys) => {
       const [low, high] = [Math.max(xs[0], ys[0]), Math.min(xs[1], ys[1])];
-      return [{ from: [0, ys[0]], to: [0, ys[1]] }, { from: [xs[0], 0], to: [xs[1], 0] }, { from: [low, low], to: [high, high], text: "no change", at: [low, low], anchor: "start" }];
+      return [{ from: [0, ys[0]], to: [0, ys[1]] }, { from: [xs[0], 0], to: [xs[1], 0] }, { from: [low, low], to: [high, high], text: "no change", at: [low + 0.86 * (high - low), low + 0.86 * (high - low)], anchor: "start" }];
     });
   return section("advantages", "Advantages: over rollouts against the baseline",
     el("div", { class: "legend" }, el("span", { class: "key" }, el("i", { style: "background: var(--rollouts)" }), "same sign"),
