@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from miles_norm.normalize import normalize_columns, normalize_rewards
     from miles_norm.result import NormalizedRewards
     from miles_norm.samples import Sample
+    from miles_norm.sharding import Shard, ShardPlan, plan_shards, split_by_data_parallel
     from miles_norm.train_data import TrainData
 
 __version__ = "0.1.0"
@@ -32,6 +33,8 @@ _HOMES = {
     "RolloutDump": "dumps",
     "RolloutIndex": "grouping",
     "Sample": "samples",
+    "Shard": "sharding",
+    "ShardPlan": "sharding",
     "TrainData": "train_data",
     "UpdateConfig": "config",
     "UpdatePlan": "loss",
@@ -40,8 +43,10 @@ _HOMES = {
     "loss_weights": "loss",
     "normalize_columns": "normalize",
     "normalize_rewards": "normalize",
+    "plan_shards": "sharding",
     "plan_updates": "loss",
     "read_dump": "dumps",
+    "split_by_data_parallel": "sharding",
     "write_dump": "dumps",
 }
 
@@ -55,6 +60,8 @@ __all__ = [
     "RolloutDump",
     "RolloutIndex",
     "Sample",
+    "Shard",
+    "ShardPlan",
     "TrainData",
     "UpdateConfig",
     "UpdatePlan",
@@ -63,8 +70,10 @@ __all__ = [
     "loss_weights",
     "normalize_columns",
     "normalize_rewards",
+    "plan_shards",
     "plan_updates",
     "read_dump",
+    "split_by_data_parallel",
     "write_dump",
 ]
 

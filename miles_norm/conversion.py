@@ -14,13 +14,13 @@ from torch import Tensor
 from miles_norm.columns.sample_columns import flatten_samples, row_fields
 from miles_norm.config import LossConfig, NormalizationConfig
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.loss import loss_weights
+from miles_norm.loss import UpdatePlan, loss_weights
 from miles_norm.normalize import normalize_rewards
 from miles_norm.result import NormalizedRewards
 from miles_norm.train_data import TrainData
 from miles_norm.train_data.ragged import Ragged
 
-__all__ = ["convert_samples_to_train_data", "train_data_from_result"]
+__all__ = ["convert_samples_to_train_data", "result_columns", "train_data_from_columns", "train_data_from_result"]
 
 TOKEN_FIELDS = {
     "rollout_log_probs": torch.float32,
@@ -96,20 +96,68 @@ def train_data_from_result(
     result: NormalizedRewards,
     metadata: Mapping[str, Any] | None = None,
     loss_config: LossConfig | None = None,
+    plan: UpdatePlan | None = None,
 ) -> TrainData:
     """``convert_samples_to_train_data`` for samples whose rewards are normalized already.
+
+    Args:
+        samples: Those that ``result`` was computed from.
+        result: Of ``normalize_rewards``, or filtered.
+        metadata: Of the rollout step.
+        loss_config: For the column ``weights``.
+        plan: Of ``plan_updates``: ``weights`` then count what each update holds.
 
     Raises:
         SampleError: as there, or a result of another number of rows.
     """
+    return train_data_from_columns(samples, result_columns(result, loss_config, plan), metadata)
+
+
+def result_columns(
+    result: NormalizedRewards, loss_config: LossConfig | None = None, plan: UpdatePlan | None = None
+) -> dict[str, Tensor]:
+    """What a result says of each row: the columns of train data for which no sample is looked at, each ``[N]``.
+
+    They are what has to come back to samples that are elsewhere. ``silenced`` is for the masks: rows that have
+    trainable tokens and may not train them.
+
+    >>> from miles_norm import RolloutColumns, normalize_columns
+    >>> columns = RolloutColumns(group=[0] * 3, rollout=[7, 7, 9], reward=[1, 1, 0], trainable_tokens=[2, 3, 4])
+    >>> found = result_columns(normalize_columns(columns))
+    >>> found["rollout_ids"].tolist(), found["rollout_mask_sums"].tolist()
+    ([7, 7, 9], [5, 5, 4])
+    """
+    index = result.index
+    mask_sums = torch.zeros(index.num_rollouts, dtype=torch.int64, device=index.row_rollout.device)
+    mask_sums.index_add_(0, index.row_rollout, result.trainable_tokens)
+    return {
+        "rewards": result.advantages,
+        "raw_reward": result.raw_rewards,
+        "truncated": _truncated(result),
+        "rollout_ids": _rollout_ids(result),
+        "rollout_mask_sums": mask_sums[index.row_rollout],
+        "weights": loss_weights(result, loss_config, plan),
+        "trained": result.trained_rows,
+        "silenced": (result.columns.trainable_tokens > 0) & ~result.trained_rows,
+    }
+
+
+def train_data_from_columns(
+    samples: Iterable[Any], found: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None
+) -> TrainData:
+    """Train data from samples and what ``result_columns`` says of each of them.
+
+    Raises:
+        SampleError: columns of another number of rows, and as ``convert_samples_to_train_data``.
+    """
     rows = flatten_samples(samples)[0]
     if any(issubclass(kind, Mapping) and not issubclass(kind, dict) for kind in set(map(type, rows))):
         rows = [dict(row) if isinstance(row, Mapping) else row for row in rows]
-    if len(rows) != result.index.num_rows:
+    if len(rows) != len(found["rewards"]):
         raise SampleError(
             "samples",
             got=f"{len(rows)} rows",
-            expected=f"the {result.index.num_rows} rows that the result was computed from",
+            expected=f"the {len(found['rewards'])} rows that the result was computed from",
             reason="advantages and masks are matched by position",
             remedy="normalize these samples, or pass those of the result",
         )
@@ -118,21 +166,18 @@ def train_data_from_result(
     lengths = _response_lengths(field("response_length"), masks)
     _check_tokens(tokens, lengths)
     _check_lengths("loss_mask", masks, lengths)
-    index = result.index
-    mask_sums = torch.zeros(index.num_rollouts, dtype=torch.int64, device=index.row_rollout.device)
-    mask_sums.index_add_(0, index.row_rollout, result.trainable_tokens)
     columns: dict[str, Any] = {
         "tokens": Ragged.from_rows(tokens, torch.int64),
         "response_lengths": torch.tensor(lengths, dtype=torch.int64),
-        "rewards": result.advantages,
-        "raw_reward": result.raw_rewards,
-        "truncated": _truncated(result),
+        "rewards": found["rewards"],
+        "raw_reward": found["raw_reward"],
+        "truncated": found["truncated"],
         "sample_indices": _integers_or_list(field("index")),
-        "rollout_ids": _rollout_ids(result),
-        "loss_masks": Ragged.from_rows(_final_masks(masks, lengths, result), torch.uint8),
-        "rollout_mask_sums": mask_sums[index.row_rollout],
-        "weights": loss_weights(result, loss_config),
-        "trained": result.trained_rows,
+        "rollout_ids": found["rollout_ids"],
+        "loss_masks": Ragged.from_rows(_final_masks(masks, lengths, found["silenced"]), torch.uint8),
+        "rollout_mask_sums": found["rollout_mask_sums"],
+        "weights": found["weights"],
+        "trained": found["trained"],
     }
     columns |= _optional_columns(field, tokens, lengths)
     adapters, step = _adapters(field, metadata)
@@ -210,10 +255,9 @@ def _rollout_ids(result: NormalizedRewards) -> Tensor:
     return index.row_rollout
 
 
-def _final_masks(masks: list[Any], lengths: list[int], result: NormalizedRewards) -> list[Any]:
+def _final_masks(masks: list[Any], lengths: list[int], silenced: Tensor) -> list[Any]:
     """The masks that are trained: ones where there is none, zeros on rows whose tokens were taken away."""
-    given = result.columns.trainable_tokens
-    emptied = torch.nonzero((given > 0) & ~result.trained_rows)[:, 0].tolist()
+    emptied = torch.nonzero(silenced)[:, 0].tolist()
     final = list(masks)
     if NoneType in set(map(type, masks)):
         final = [[1] * length if mask is None else mask for mask, length in zip(masks, lengths, strict=True)]
