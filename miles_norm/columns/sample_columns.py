@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from types import NoneType
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from miles_norm.columns.ids import plain_id
+from miles_norm.columns.ids import RolloutList, plain_id
 from miles_norm.columns.masks import count_mask, count_masks, counted
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.columns.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
@@ -21,16 +20,6 @@ from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, SampleError, format_rows, shown
 
 __all__ = ["columns_from_rows", "columns_from_samples", "flatten_samples", "row_field", "row_fields"]
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutList:
-    """Id of a rollout that was a list of its own in the input: the number of that list. It equals no id of a row."""
-
-    number: int
-
-    def __repr__(self) -> str:
-        return f"<list {self.number}>"
 
 
 def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | None = None) -> RolloutColumns:
@@ -116,27 +105,25 @@ def _columns(
         components=components,
     )
     columns.nested_sizes, columns.status, columns.id_collisions = sizes, status, collisions
-    without_id = [] if sizes is not None else _without_id(rollouts, padding)
-    columns.notes = (*without_id, *_masks_of_another_length(field("loss_mask"), field("response_length")))
+    columns.without_id = () if sizes is not None else _without_id(rollouts, padding)
+    columns.odd_masks = _masks_of_another_length(field("loss_mask"), field("response_length"))
     return columns
 
 
-def _without_id(rollouts: list[Hashable], padding: list[bool]) -> list[str]:
+def _without_id(rollouts: list[Hashable], padding: list[bool]) -> tuple[int, ...]:
+    """Rows with neither ``rollout_id`` nor ``index``."""
     if NoneType not in set(map(type, rollouts)):
-        return []
-    lacking = [row for row, value in enumerate(rollouts) if value is None and not padding[row]]
-    if not lacking:
-        return []
-    each = "is a rollout of its own" if len(lacking) == 1 else "are each a rollout of their own"
-    return [f"{format_rows(lacking)} {'has' if len(lacking) == 1 else 'have'} neither rollout_id nor index and {each}"]
+        return ()
+    return tuple(row for row, value in enumerate(rollouts) if value is None and not padding[row])
 
 
-def _masks_of_another_length(masks: list[Any], lengths: list[Any]) -> list[str]:
+def _masks_of_another_length(masks: list[Any], lengths: list[Any]) -> tuple[int, ...]:
     if NoneType not in set(map(type, masks)) and set(map(type, lengths)) == {int} and list(map(len, masks)) == lengths:
-        return []
+        return ()
     pairs = enumerate(zip(masks, lengths, strict=True))
-    rows = [row for row, (mask, length) in pairs if mask is not None and type(length) is int and len(mask) != length]
-    return [f"loss_mask of {format_rows(rows)} has another length than response_length"] if rows else []
+    return tuple(
+        row for row, (mask, length) in pairs if mask is not None and type(length) is int and len(mask) != length
+    )
 
 
 def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] | None, list[int | None] | None]:
