@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from miles_norm.columns.rollout_columns import RolloutColumns
     from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig, UpdateConfig
     from miles_norm.conversion import convert_samples_to_train_data
+    from miles_norm.distributed import DistributedRewards, normalize_distributed
     from miles_norm.dumps import RolloutDump, read_dump, write_dump
     from miles_norm.errors import MilesNormError
     from miles_norm.filters import filter_rollouts
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DistributedRewards": "distributed",
     "FilterConfig": "config",
     "LossConfig": "config",
     "MilesNormError": "errors",
@@ -42,6 +44,7 @@ _HOMES = {
     "filter_rollouts": "filters",
     "loss_weights": "loss",
     "normalize_columns": "normalize",
+    "normalize_distributed": "distributed",
     "normalize_rewards": "normalize",
     "plan_shards": "sharding",
     "plan_updates": "loss",
@@ -51,6 +54,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "DistributedRewards",
     "FilterConfig",
     "LossConfig",
     "MilesNormError",
@@ -69,6 +73,7 @@ __all__ = [
     "filter_rollouts",
     "loss_weights",
     "normalize_columns",
+    "normalize_distributed",
     "normalize_rewards",
     "plan_shards",
     "plan_updates",
