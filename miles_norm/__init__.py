@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_norm.columns.rollout_columns import RolloutColumns
-    from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig, UpdateConfig
+    from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig, StreamConfig, UpdateConfig
     from miles_norm.conversion import convert_samples_to_train_data
     from miles_norm.distributed import DistributedRewards, normalize_distributed
     from miles_norm.dumps import RolloutDump, read_dump, write_dump
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from miles_norm.result import NormalizedRewards
     from miles_norm.samples import Sample
     from miles_norm.sharding import Shard, ShardPlan, plan_shards, split_by_data_parallel
+    from miles_norm.streaming import StreamingNormalizer
     from miles_norm.train_data import TrainData
 
 __version__ = "0.1.0"
@@ -37,6 +38,8 @@ _HOMES = {
     "Sample": "samples",
     "Shard": "sharding",
     "ShardPlan": "sharding",
+    "StreamConfig": "config",
+    "StreamingNormalizer": "streaming",
     "TrainData": "train_data",
     "UpdateConfig": "config",
     "UpdatePlan": "loss",
@@ -66,6 +69,8 @@ __all__ = [
     "Sample",
     "Shard",
     "ShardPlan",
+    "StreamConfig",
+    "StreamingNormalizer",
     "TrainData",
     "UpdateConfig",
     "UpdatePlan",

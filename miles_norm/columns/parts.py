@@ -12,7 +12,7 @@ from torch import Tensor
 from miles_norm.columns.ids import IdColumn, RolloutList
 from miles_norm.errors import SampleError
 
-__all__ = ["joined_columns", "packed_columns", "unpacked_columns"]
+__all__ = ["joined_columns", "packed_columns", "selected_columns", "unpacked_columns"]
 
 Array = np.ndarray[Any, Any]
 State = Mapping[str, Any]
@@ -76,6 +76,29 @@ def _narrow(array: Array) -> Array:
             if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
                 return array.astype(dtype)
     return array
+
+
+def selected_columns(state: State, rows: Tensor) -> dict[str, Any]:
+    """The attributes of ``RolloutColumns`` for some rows."""
+    chosen: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            value = value[rows]
+        elif isinstance(value, IdColumn):
+            missing = None if value.missing is None else value.missing[rows]
+            value = IdColumn(value.codes[rows], value.labels, missing)
+        elif isinstance(value, dict):
+            value = {key: column[rows] for key, column in value.items()}
+        chosen[name] = value
+    numbers = rows.tolist()
+    place = {row: position for position, row in enumerate(numbers)}
+    chosen["nested_sizes"] = None
+    chosen["status"] = None if state["status"] is None else [state["status"][row] for row in numbers]
+    for name in ("without_id", "odd_masks"):
+        chosen[name] = tuple(place[row] for row in state[name] if row in place)
+    pairs = state["id_collisions"]
+    chosen["id_collisions"] = tuple((place[a], place[b]) for a, b in pairs if a in place and b in place)
+    return chosen
 
 
 def joined_columns(states: Sequence[State]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.columns.ids import IdColumn, check_length, encode_ids, shared_tensor
-from miles_norm.columns.parts import joined_columns, packed_columns, unpacked_columns
+from miles_norm.columns.parts import joined_columns, packed_columns, selected_columns, unpacked_columns
 from miles_norm.errors import RewardError, SampleError, format_rows
 
 __all__ = ["RolloutColumns"]
@@ -141,6 +141,18 @@ class RolloutColumns:
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in unpacked_columns(state).items():
             setattr(self, name, value)
+
+    def select(self, rows: Tensor) -> RolloutColumns:
+        """Some rows, by number and in any order; how the whole was nested is not kept.
+
+        >>> columns = RolloutColumns(group=[0, 1], rollout=["a", "b"], reward=[1.0, 0.0], trainable_tokens=[2, 3])
+        >>> columns.select(torch.tensor([1])).rollout.label(0)
+        'b'
+        """
+        chosen = object.__new__(RolloutColumns)
+        for name, value in selected_columns({n: getattr(self, n) for n in self.__slots__}, rows).items():
+            setattr(chosen, name, value)
+        return chosen
 
     @classmethod
     def concat(cls, parts: Sequence[RolloutColumns]) -> RolloutColumns:

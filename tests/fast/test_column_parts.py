@@ -14,8 +14,6 @@ from miles_norm.columns import columns_from_samples
 from miles_norm.columns.ids import IdColumn
 from miles_norm.errors import SampleError
 
-PLAIN = ("nested_sizes", "status", "without_id", "odd_masks", "id_collisions")
-
 
 def described(columns: RolloutColumns) -> dict[str, Any]:
     """Every column by its values, ids by their labels."""
@@ -71,6 +69,31 @@ def test_parts_are_the_whole(problem: Any, data: st.DataObject) -> None:
             columns["status"] = None
     assert found == expected
     assert outcome(joined, config, batch.sizes) == outcome(whole, config, batch.sizes)
+
+
+@given(problem=st.one_of(problems(), estimator_problems()), data=st.data())
+def test_selected_rows_are_those_rows(problem: Any, data: st.DataObject) -> None:
+    batch, config = problem
+    assume(batch.samples is batch.rows)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(batch.rows))), min_size=1, unique=True))
+    try:
+        columns = columns_from_samples(batch.rows, config)
+        expected = described(columns_from_samples([batch.rows[row] for row in chosen], config))
+    except MilesNormError:
+        assume(False)
+    found = described(columns.select(torch.tensor(chosen)))
+    for described_columns in (expected, found):
+        # A column that says nothing about these rows may be there, and collisions are of pairs.
+        for name, absent in (("scored", True), ("removed", False), ("truncated", False), ("padding", False)):
+            flags = described_columns[name]
+            described_columns[name] = None if flags is None or set(flags[1]) == {absent} else flags
+        for name in ("group", "rollout", "adapter"):
+            ids = described_columns[name]
+            described_columns[name] = None if ids is None or set(ids) == {None} else ids
+        described_columns["without_id"] = sorted(described_columns["without_id"])
+        described_columns["odd_masks"] = sorted(described_columns["odd_masks"])
+        assert len(described_columns.pop("id_collisions")) <= len(chosen)
+    assert found == expected
 
 
 @given(problem=st.one_of(problems(), estimator_problems()))
