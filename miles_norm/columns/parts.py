@@ -59,7 +59,7 @@ def _unpacked(value: Any) -> Any:
         case ("flags", rows, bits):
             return torch.from_numpy(np.unpackbits(bits, count=rows).view(bool))
         case ("numbers", array):
-            return torch.from_numpy(array.astype(np.float64 if array.dtype.kind == "f" else np.int64))
+            return torch.from_numpy(array.astype(array.dtype if array.dtype.kind == "f" else np.int64))
         case ("ids", codes, missing, labels):
             return IdColumn(_unpacked(codes), labels, _unpacked(missing))
         case ("names", numbers, names):
