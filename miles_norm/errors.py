@@ -10,6 +10,7 @@
     ├── GroupingError (ValueError)            prompt groups that cannot be recovered, or sizes that do not fit
     ├── DumpError (ValueError)                a file that cannot be read or written
     │   └── UnsafeDumpError                   a file that asks for code to be run
+    ├── LostRowsError (RuntimeError)          rows on another machine that are gone
     └── MissingDependencyError (ImportError)  an extra that is not installed
 
 Every message has the same five parts: the subject, what was got, what was expected, why it matters, and how to mend it.
@@ -24,6 +25,7 @@ __all__ = [
     "DisagreeingRewardsError",
     "DumpError",
     "GroupingError",
+    "LostRowsError",
     "MilesNormError",
     "MissingDependencyError",
     "MissingRewardError",
@@ -111,6 +113,10 @@ class DumpError(MilesNormError, ValueError):
 
 class UnsafeDumpError(DumpError):
     """A pickled file that names a class or function outside the allow-list; nothing of it was run."""
+
+
+class LostRowsError(MilesNormError, RuntimeError):
+    """Rows on another machine that are gone and cannot be made again."""
 
 
 class MissingDependencyError(MilesNormError, ImportError):

@@ -18,7 +18,7 @@ from miles_norm.normalize import normalize_columns
 from miles_norm.result import NormalizedRewards
 from miles_norm.rewards import choose_rollout_rewards
 
-__all__ = ["DroppedGroup", "GroupPart", "NormalizedGroup", "StepReport", "StreamingNormalizer"]
+__all__ = ["DroppedGroup", "GroupPart", "NormalizedGroup", "StepReport", "StreamingNormalizer", "batch_stage"]
 
 logger = logging.getLogger("miles_norm")
 
@@ -315,13 +315,22 @@ def _group_size(config: NormalizationConfig) -> int:
     return config.n_samples_per_prompt
 
 
+def batch_stage(config: NormalizationConfig) -> str | None:
+    """The setting, in words, that divides by a deviation over the batch; None if there is none.
+
+    >>> batch_stage(NormalizationConfig()), batch_stage(NormalizationConfig(options={"whitening": "rollout"}))
+    (None, "options.whitening='rollout'")
+    """
+    if config.options.whitening != "none":
+        return f"options.whitening={config.options.whitening!r}"
+    gdpo = config.advantage_estimator == "gdpo" and config.normalizes_groups
+    return "advantage_estimator='gdpo'" if gdpo else None
+
+
 def _needs_the_batch(config: NormalizationConfig, stream: StreamConfig) -> bool:
     """Whether groups are held back until the end of a step."""
-    if config.options.whitening != "none":
-        setting = f"options.whitening={config.options.whitening!r}"
-    elif config.advantage_estimator == "gdpo" and config.normalizes_groups:
-        setting = "advantage_estimator='gdpo'"
-    else:
+    setting = batch_stage(config)
+    if setting is None:
         return False
     if stream.batch_stage == "buffer":
         logger.warning("%s divides by a deviation over the batch: groups are held back until end_step", setting)

@@ -19,7 +19,15 @@ from miles_norm.columns.sample_rewards import as_float64, read_rewards, reward_c
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, SampleError, format_rows, shown
 
-__all__ = ["columns_from_rows", "columns_from_samples", "flatten_samples", "row_field", "row_fields"]
+__all__ = [
+    "columns_from_fields",
+    "columns_from_rows",
+    "columns_from_samples",
+    "flatten_samples",
+    "index_fields",
+    "row_field",
+    "row_fields",
+]
 
 
 def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | None = None) -> RolloutColumns:
@@ -69,6 +77,46 @@ def columns_from_rows(rows: Iterable[Mapping[str, Any]], config: NormalizationCo
     if first is not None and not scored:
         raise _no_reward(first)
     return _columns(lambda name: fields.get(name) or [None] * len(fields["reward"]), config, None, None)
+
+
+def columns_from_fields(
+    field: Callable[[str], list[Any] | None], rows: int, config: NormalizationConfig | None = None
+) -> RolloutColumns:
+    """``columns_from_samples`` for rows whose fields are columns already, as in a table.
+
+    Args:
+        field: The values of a field in all rows, None if no row has it. ``index_fields`` names those that are asked
+            for.
+        rows: Number of rows.
+        config: As there.
+
+    Raises:
+        SampleError, RewardError: as there.
+
+    >>> table = {"group_index": [0, 0], "index": [0, 1], "reward": [1.0, 0.0], "response_length": [3, 2]}
+    >>> columns_from_fields(table.get, 2).trainable_tokens.tolist()
+    [3, 2]
+    """
+    config = config or NormalizationConfig()
+
+    @cache
+    def read(name: str) -> list[Any]:
+        values = field(name)
+        return [None] * rows if values is None else values
+
+    if rows and field("reward") is None:
+        raise _no_reward([name for name in index_fields(config) if field(name) is not None])
+    return _columns(read, config, None, None)
+
+
+def index_fields(config: NormalizationConfig) -> tuple[str, ...]:
+    """The fields of a row that are looked at.
+
+    >>> index_fields(NormalizationConfig(group_key="prompt"))[-2:]
+    ('prompt', 'metadata')
+    """
+    key = config.group_key
+    return (*_INDEX_FIELDS, key) if key == "group_index" else (*_INDEX_FIELDS, key, "metadata")
 
 
 _INDEX_FIELDS = (
@@ -180,10 +228,10 @@ def _check_rewards_exist(rows: list[Any]) -> None:
         raise _no_reward(rows[0])
 
 
-def _no_reward(row: Mapping[str, Any]) -> RewardError:
+def _no_reward(fields: Iterable[Any]) -> RewardError:
     return RewardError(
         "samples",
-        got=f"no field 'reward' on any row; the first row has {', '.join(map(str, list(row)[:20])) or 'no fields'}",
+        got=f"no field 'reward' on any row; the first row has {', '.join(map(str, list(fields)[:20])) or 'no fields'}",
         expected="a field 'reward' on every row, None where there is none",
         reason="advantages are computed from it",
         remedy="name the field 'reward'; for an entry of a dict that stands there set reward_key",

@@ -40,6 +40,8 @@ class ShardPlan:
     ones."""
     data_parallel_size: int
     """D."""
+    plan: UpdatePlan | None
+    """What was scheduled; the loss weights that go with it count its updates."""
 
     @property
     def left_out(self) -> list[int]:
@@ -169,6 +171,7 @@ def plan_shards(
         row_micro_batch=torch.from_numpy(micro_batch),
         micro_batches=tuple(counts),
         data_parallel_size=data_parallel_size,
+        plan=plan,
     )
 
 
