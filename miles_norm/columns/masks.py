@@ -82,7 +82,7 @@ def count_mask(mask: Any) -> int:
 
 
 def count_masks(masks: Sequence[Any]) -> list[int] | None:
-    """``count_mask`` for many masks at once: all lists of small integers, or all arrays of bool or uint8.
+    """``count_mask`` for many masks at once: all lists of small integers, or all arrays of bools or integers.
 
     Entries are checked some rows at a time, which spares calls per row and keeps the copy small.
 
@@ -91,7 +91,7 @@ def count_masks(masks: Sequence[Any]) -> list[int] | None:
     """
     kinds = set(map(type, masks))
     if kinds == {np.ndarray}:
-        if set(map(_NDIM, masks)) != {1} or not set(map(_DTYPE, masks)) <= {np.dtype(bool), np.dtype(np.uint8)}:
+        if set(map(_NDIM, masks)) != {1} or any(dtype.kind not in "bui" for dtype in set(map(_DTYPE, masks))):
             return None
     elif kinds != {list}:
         return None
@@ -105,7 +105,8 @@ def count_masks(masks: Sequence[Any]) -> list[int] | None:
                 return None
         else:
             together = np.concatenate(rows)
-        if together.max(initial=0) > 1:
+        kind = together.dtype.kind
+        if kind not in "bui" or together.max(initial=0) > 1 or (kind == "i" and together.min(initial=0) < 0):
             return None
         ends = accumulate(map(len, rows), initial=0)
         counts.extend(int(np.count_nonzero(together[start:end])) for start, end in pairwise(ends))

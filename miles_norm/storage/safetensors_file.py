@@ -14,7 +14,7 @@ from torch import Tensor
 from miles_norm.errors import MissingDependencyError
 from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
 
-__all__ = ["load_safetensors", "save_safetensors"]
+__all__ = ["kept_tensor", "load_safetensors", "save_safetensors"]
 
 _LAYOUT, _HEAD = "miles_norm", "head"
 
@@ -81,6 +81,12 @@ def load_safetensors(
         return finish(StoredTable(
             kind, layout.num_rows, columns, head, kept=lambda number: _sound(file.get_tensor(f"tensor.{number}"))
         ))  # fmt: skip
+
+
+def kept_tensor(path: Path, number: int) -> Tensor:
+    """A tensor that JSON cells refer to by number."""
+    with _safetensors().safe_open(os.fspath(path), framework="pt") as file:
+        return _sound(file.get_tensor(f"tensor.{number}"))
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
