@@ -4,7 +4,7 @@
     python benchmarks/cli_scale.py --short    100 thousand rows
     python benchmarks/cli_scale.py --json F   the figures to a file as well
 
-The file is written by pyarrow, as other programs write it: tokens, masks, ids and rewards, in row groups of 65,536 rows.
+The file is written by pyarrow, as other programs write it: tokens, masks, ids, rewards, in groups of 65,536 rows.
 ``normalize`` reads it, prints its table of prompt groups, and writes the file again with the advantages. It runs in a
 process of its own on a terminal of its own, so that it shows its progress. The baseline is a copy of the bytes of the
 file in the same run; the floor of memory is what a process takes that imports the same libraries and reads three rows.
@@ -130,7 +130,10 @@ def main() -> None:
     print(f"{rows} rows in a file of {size / 1e6:.0f} MB, {TOKENS} tokens a row")
     print(f"normalize with -o: {figures['seconds']:.1f} s, {figures['us_per_row']:.2f} us a row, ", end="")
     print(f"{figures['times_one_copy_of_the_bytes']:.0f}x a copy of the bytes")
-    print(f"peak memory {found['peak_bytes'] / 1e6:.0f} MB, of which {floor['peak_bytes'] / 1e6:.0f} MB for three rows: ", end="")
+    print(
+        f"peak memory {found['peak_bytes'] / 1e6:.0f} MB, of which {floor['peak_bytes'] / 1e6:.0f} MB for three rows: ",
+        end="",
+    )
     print(f"{figures['peak_bytes_per_row_above_floor']:.0f} bytes a row above that")
     print(f"progress shown: {bars}, {len(percents)} different percentages")
     if options.json:

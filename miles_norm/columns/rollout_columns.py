@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_norm.columns.host import host_numbers
 from miles_norm.columns.ids import IdColumn, check_length, encode_ids, shared_tensor
 from miles_norm.columns.parts import joined_columns, packed_columns, selected_columns, unpacked_columns
 from miles_norm.errors import RewardError, SampleError, format_rows
@@ -238,7 +239,7 @@ def _token_column(values: Any, rows: int, device: torch.device) -> Tensor:
     ):
         bad = torch.nonzero(whole != tokens.to(device))[:, 0].tolist()
     else:
-        low, high = (int(x) for x in torch.aminmax(whole))
+        low, high = host_numbers(*torch.aminmax(whole))
         if low >= 0 and high < 2**31:
             return whole
         bad = torch.nonzero((whole < 0) | (whole >= 2**31))[:, 0].tolist()
