@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["SegmentStatistics", "counts_of", "segment_statistics"]
+__all__ = ["SegmentStatistics", "counts_of", "segment_statistics", "square_root"]
 
 SQUARE_UNDERFLOW = 2.0**-500
 """A range below this cannot be squared in float64, so its values count as equal."""
@@ -53,6 +53,11 @@ class SegmentStatistics:
     """Largest absolute value."""
     equal: Tensor
     """bool: all values are equal, or range over no more than the tolerance; true for a segment of one or none."""
+
+
+def square_root(values: Tensor) -> Tensor:
+    """The correctly rounded root; torch's own is off by a bit for some values on a CPU, and by none on a GPU."""
+    return torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
 
 
 def counts_of(numbers: Tensor, size: int) -> Tensor:

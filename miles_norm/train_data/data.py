@@ -182,9 +182,10 @@ class TrainData:
         Raises:
             SampleError: loss masks with entries other than 0 and 1, or more tokens than int32 counts.
         """
+        total = len(self._tokens.values)
+        if total >= 2**31:
+            raise bad_data("packed batch", f"{total} tokens", "fewer than 2**31", "select fewer rows")
         offsets = self._tokens.offsets
-        if self.num_tokens >= 2**31:
-            raise bad_data("packed batch", f"{self.num_tokens} tokens", "fewer than 2**31", "select fewer rows")
         return {**packed_fields(self.columns, RESPONSE_COLUMNS), "cu_seqlens": offsets.to(torch.int32)}
 
     def __getstate__(self) -> dict[str, Any]:

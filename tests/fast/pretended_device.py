@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 # Operations whose result, or whose shape, the host has to know.
-WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal", "bincount", "aminmax_"}
+WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal", "bincount"}
 # Views start no kernel.
 VIEWS = {
     "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
@@ -91,19 +92,31 @@ class _Factories(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        wanted = kwargs.get("device")
-        if wanted is not None and torch.device(wanted).type == "cuda":
+        wanted = device_of(func, args, kwargs)
+        if func in (Tensor.to, Tensor.cpu) and wanted is not None:
+            there = isinstance(args[0], Pretended)
+            if there and wanted.type == "cpu":
+                _wait("to the CPU")
+                return args[0].inner.clone()
+            if wanted.type == "cuda":
+                moved = args[0] if there else on_device(args[0])
+                dtype = kwargs.get("dtype")
+                return moved if dtype is None else moved.to(dtype)
+        elif wanted is not None and wanted.type == "cuda":
             made = func(*args, **kwargs | {"device": CPU})
             _launch(func.__name__)
             return made if isinstance(made, Pretended) else Pretended(made)
-        if (
-            func is Tensor.to
-            and args[1:]
-            and isinstance(args[1], str | torch.device)
-            and torch.device(args[1]).type == "cuda"
-        ):
-            return args[0] if isinstance(args[0], Pretended) else on_device(args[0])
         return func(*args, **kwargs)
+
+
+def device_of(func: Any, args: Any, kwargs: Any) -> torch.device | None:
+    """The device that a call asks for."""
+    if func is Tensor.cpu:
+        return CPU
+    wanted = kwargs.get("device")
+    if wanted is None and func is Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
+        wanted = args[1]
+    return None if wanted is None else torch.device(wanted)
 
 
 def on_device(tensor: Tensor) -> Pretended:
@@ -119,7 +132,6 @@ def off_device(value: Any) -> Any:
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
     kwargs = dict(kwargs)
-    to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     strangers = [x for x in given if not isinstance(x, Pretended) and x.ndim]
     if strangers and name not in ("copy_", "index", "index_put_", "_index_put_impl_"):
@@ -129,15 +141,16 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         for x in (args[1] if name in ("index", "index_put", "index_put_") else ())
         if x is not None and x.dtype in (torch.bool, torch.uint8)
     ]
-    if name in WAITS or masks or to_host:
-        _wait(f"{name} with a mask" if masks else "to the CPU" if to_host else name)
+    unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
+    if name in WAITS or masks or unknown_size:
+        _wait(f"{name} with a mask" if masks else name)
     if name not in VIEWS:
         _launch(name)
-    if to_host:
-        return func(*off_device(args), **off_device(kwargs))
     if kwargs.get("device") is not None:
         kwargs["device"] = CPU
     found = func(*off_device(args), **off_device(kwargs))
+    if name == "sqrt":  # a GPU rounds it correctly, torch on a CPU does not always
+        found = torch.from_numpy(np.sqrt(args[0].inner.numpy()))
     if isinstance(args[0], Pretended) and found is args[0].inner:  # in place
         return args[0]
     return tree_map(lambda x: Pretended(x) if isinstance(x, Tensor) else x, found)
