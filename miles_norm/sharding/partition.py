@@ -28,7 +28,7 @@ def balanced_parts(weights: Sequence[int], parts: int) -> list[int]:
     Longest first to the lightest part, then exchanges between the heaviest and the lightest part while these help. Few
     weights are left uneven by that, and for few there is time: they are searched to the end, within 1% of the best.
 
-    Why not the differencing method of Karmarkar and Karp: its lists of part weights cost 20 times as much and more, and
+    Why not the differencing method of Karmarkar and Karp: its lists of part weights take several times as long, and
     with few weights a part, the usual case, it leaves parts less even (``benchmarks/shard.py``).
 
     Args:

@@ -57,6 +57,9 @@ def test_losses_of_the_ranks_add_up(
     data = train_data_from_result(rows, result, loss_config=LossConfig(aggregation=aggregation), plan=plan)
     shards = split_by_data_parallel(data, ranks, plan, keep_together=keep, balance=balance)
     assert sorted(row for shard in shards for row in shard.rows.tolist()) == list(range(len(rows)))
+    for shard in shards:
+        expected = result.advantages[shard.rows].view(torch.int32)
+        assert torch.equal(shard.data["rewards"].view(torch.int32), expected)
     for update, members in enumerate(plan.updates):
         parts = [part for shard in shards for part in shard.micro_batches(update)]
         assert sum(part.num_rows for part in parts) == len(members)
