@@ -103,7 +103,7 @@ test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 	@$(BIN)/python -m pytest --cov -n auto $(PYTEST_ARGS)
 
 test-session: $(VENV)/.dev ## the session server: real processes, OpenAI's client, faults
-	@$(BIN)/python -m pytest tests/session $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/session -n auto $(PYTEST_ARGS)
 
 test-distributed: $(VENV)/.dev ## gradients over two real processes
 	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)

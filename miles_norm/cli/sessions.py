@@ -72,14 +72,12 @@ class EngineChoice:
 
 def run_server(console: Console, choice: EngineChoice, config: ServerConfig) -> None:
     """Serve until interrupted."""
-    from miles_norm.session.server import running_server
+    from miles_norm.session.server import serve
 
-    async def forever() -> None:
-        async with running_server(choice.make(), config) as address:
-            show_lines(console, f"{address}/sessions on the engine {choice.name}; Ctrl-C ends it", head="serving ")
-            await asyncio.Event().wait()
+    def started(address: str) -> None:
+        show_lines(console, f"{address}/sessions on the engine {choice.name}; Ctrl-C ends it", head="serving ")
 
-    asyncio.run(forever())
+    serve(choice.make(), config, on_start=started)
 
 
 def roll_out(
