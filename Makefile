@@ -17,6 +17,9 @@ BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DUMP := examples/data/miles_session_v2.pt
+AGENT := examples/session_v2_agentic
+ROLLOUT := --agent $(AGENT)/agent.py:open_boxes --prompts $(AGENT)/prompts.jsonl --n-samples-per-prompt 4
+OUT := out
 CONFIG := configs/grpo.yaml
 
 FRAMEWORKS := verl trl
@@ -53,7 +56,7 @@ endef
 
 .DELETE_ON_ERROR:
 .SECONDEXPANSION:
-.PHONY: help install demo test test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
+.PHONY: help install demo demo-dump test test-session test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -61,19 +64,34 @@ help: ## this list
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(call stale,$(VENV))
 	$(call create-venv,$(VENV))
-	@echo "[3/3] miles_norm and its command line"
-	@$(PIP_INSTALL) -e '.[cli]' -c constraints.txt
+	@echo "[3/3] miles_norm, its command line and the session server"
+	@$(PIP_INSTALL) -e '.[examples]' -c constraints.txt
 	@echo '$(ORIGIN)' > $(VENV)/.origin
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "[dev] test tools, ruff, mypy"
-	@$(PIP_INSTALL) -e '.[cli,dev]' -c constraints.txt
+	@$(PIP_INSTALL) -e '.[dev]' -c constraints.txt
 	@touch $@
 
 install: $(VENV)/.dev ## everything for development, into .venv
 
-demo: $(VENV)/.demo ## normalize a real rollout dump, then explain one of its rows
+# show COMMAND: print it as one types it, then run it.
+define show
+@echo; echo '$$ $(1)'; PATH="$(abspath $(BIN)):$$PATH" $(1)
+endef
+
+demo: $(VENV)/.demo ## the whole job: serve a policy, roll out an agent, normalize, convert, explain a row
+	$(call show,python $(AGENT)/warm_start.py $(OUT)/policy.safetensors)
+	$(call show,miles-norm rollout $(ROLLOUT) --model $(OUT)/policy.safetensors -o $(OUT)/rollout.jsonl --force)
+	$(call show,miles-norm normalize $(OUT)/rollout.jsonl --config $(CONFIG))
+	$(call show,miles-norm convert $(OUT)/rollout.jsonl $(OUT)/train.safetensors --config $(CONFIG) --force)
+	$(call show,miles-norm explain $(OUT)/rollout.jsonl --row 0 --config $(CONFIG))
+	@echo; echo 'Next, an agent of your own against a server of its own:'
+	@echo '  $(BIN)/miles-norm serve --set port=8811'
+	@echo '  $(BIN)/miles-norm rollout --server http://127.0.0.1:8811 --agent my_agent.py:solve --prompts prompts.jsonl -o rollout.jsonl'
+
+demo-dump: $(VENV)/.demo ## normalize a recorded rollout dump, then explain one of its rows
 	@echo; echo '$$ miles-norm normalize $(DUMP) --config $(CONFIG)'
 	@$(BIN)/miles-norm normalize $(DUMP) --config $(CONFIG)
 	@echo; echo '$$ miles-norm explain $(DUMP) --row 3 --config $(CONFIG)'
@@ -83,6 +101,9 @@ demo: $(VENV)/.demo ## normalize a real rollout dump, then explain one of its ro
 
 test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 	@$(BIN)/python -m pytest --cov -n auto $(PYTEST_ARGS)
+
+test-session: $(VENV)/.dev ## the session server: real processes, OpenAI's client, faults
+	@$(BIN)/python -m pytest tests/session -n auto $(PYTEST_ARGS)
 
 test-distributed: $(VENV)/.dev ## gradients over two real processes
 	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
@@ -120,5 +141,5 @@ bench: $(VENV)/.dev ## every benchmark, each against a baseline of the same run
 	done
 
 clean: ## remove the virtual environments and every cache
-	@rm -rf .venv .venv-* .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	@rm -rf .venv .venv-* out .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
