@@ -50,7 +50,9 @@ def group_ids(page: Any) -> list[str]:
 
 
 def column(page: Any, name: str) -> list[str]:
-    return [cell.inner_text().strip("▸▾ ").split()[-1] for cell in page.locator(f'tr.group td[data-name="{name}"]').all()]
+    return [
+        cell.inner_text().strip("▸▾ ").split()[-1] for cell in page.locator(f'tr.group td[data-name="{name}"]').all()
+    ]
 
 
 def test_first_what_is_wrong(open_page: Open, reports: dict[str, Path]) -> None:
