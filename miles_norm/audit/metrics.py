@@ -174,7 +174,8 @@ def _weights(result: NormalizedRewards) -> _Values:
             gini = float(((2 * rank - n - 1) * weights).sum() / (n * weights.sum()))
             yield f"weight/{aggregation}_min", float(weights[0])
             yield f"weight/{aggregation}_max", float(weights[-1])
-            yield f"weight/{aggregation}_gini", max(gini, 0.0)
+            # What rounding leaves of equal weights is no inequality.
+            yield f"weight/{aggregation}_gini", gini if gini > 1e-12 else 0.0
 
 
 @dataclass(frozen=True, eq=False)

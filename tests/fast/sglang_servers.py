@@ -69,7 +69,7 @@ class Server:
         raise AssertionError(f"{self._process.args} does not serve after {START_SECONDS} s:\n{self.tail()}")
 
     def kill(self) -> None:
-        """SIGKILL, as the kernel does when memory runs out; other processes of SGLang end with the one that is killed."""
+        """SIGKILL, as the kernel does when memory runs out; SGLang's other processes end with this one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(60)

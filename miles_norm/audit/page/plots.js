@@ -19,9 +19,11 @@ function plotArea(draw) {
 function ticks(low, high, most) {
   const raw = (high - low) / Math.max(most, 1) || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) || 10 * power;
   const found = [];
-  for (let tick = Math.ceil(low / step); tick * step <= high + step * 1e-9; tick += 1) found.push(tick * step);
+  const first = Math.ceil(low / step);
+  // Counted, because far from 0 adding 1 may change nothing.
+  for (let count = 0; count <= 2 * most && (first + count) * step <= high + step * 1e-9; count += 1) found.push((first + count) * step);
   return found;
 }
 
@@ -107,19 +109,23 @@ function scatter(width, points, names, lines) {
   const xs = extent(points.map((point) => point.x), ...(names.alsoX || []));
   const ys = extent(points.map((point) => point.y), ...(names.alsoY || []));
   const { root, x, y } = frame(width, height, xs, ys, names);
-  for (const line of lines(xs, ys)) {
+  const references = lines(xs, ys);
+  for (const line of references) {
     root.append(svg("line", { class: "reference", x1: x(line.from[0]), y1: y(line.from[1]), x2: x(line.to[0]), y2: y(line.to[1]) }));
-    if (line.text) root.append(svg("text", { class: "tick", x: x(line.at[0]), y: y(line.at[1]) + 16, "text-anchor": line.anchor }, line.text));
   }
+  const size = points.length > 400 ? 2.5 : 4;
   for (const point of points) {
     if (point.x === null || point.y === null) continue;
     const [px, py] = [x(point.x).toFixed(1), y(point.y).toFixed(1)];
     const shape = point.kind === "flip"
       ? svg("path", { class: "dot flip", d: `M${px - 4} ${py - 4}l8 8m0 -8l-8 8` })
-      : svg("circle", { class: `dot ${point.kind}`, cx: px, cy: py, r: 4 });
+      : svg("circle", { class: `dot ${point.kind}`, cx: px, cy: py, r: size });
     shape.append(svg("title", {}, point.text));
     shape.addEventListener("click", point.open);
     root.append(shape);
+  }
+  for (const line of references.filter((each) => each.text)) {
+    root.append(svg("text", { class: "tick halo", x: x(line.at[0]), y: y(line.at[1]) + 16, "text-anchor": line.anchor }, line.text));
   }
   return root;
 }

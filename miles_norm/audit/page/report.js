@@ -3,6 +3,7 @@
 const { steps, metrics, groups, points, findings, sample, baseline } = pageData;
 const several = steps.length > 1;
 const GROUPS_AT_ONCE = 50;
+const OTHERS = 20;
 const metric = (name, step = steps.length - 1) => (metrics[name] ? metrics[name][step] : null);
 const rowsName = `baseline ${baseline.name}`;
 
@@ -31,13 +32,14 @@ function findingCard(finding) {
   const shown = first.groups.map((id) => groups.findIndex((group) => group.id === id && group.step === first.step));
   const links = shown.filter((index) => index >= 0).slice(0, 12).map((index) =>
     el("button", { type: "button", class: "link", onclick: () => openGroup(index) }, `group ${groups[index].id}`));
-  const others = finding.places.slice(1, 21).map((place) => el("li", {}, el("strong", {}, steps[place.step].name), `: ${place.problem}`));
+  const others = finding.places.slice(1, 1 + OTHERS).map((place) => el("li", {}, el("strong", {}, steps[place.step].name), `: ${place.problem}`));
+  if (finding.places.length > 1 + OTHERS) others.push(el("li", {}, `and ${counted(finding.places.length - 1 - OTHERS, "more dump")}`));
   return el("li", { class: "finding", id: `finding-${finding.name}` },
     el("h3", {}, title(finding.name)),
     el("p", {}, first.problem), where,
     el("p", {}, el("strong", {}, "What to change: "), first.remedy),
     links.length ? el("p", { class: "links" }, links) : null,
-    others.length ? el("details", {}, el("summary", {}, `${finding.places.length - 1} more`), el("ul", {}, others)) : null);
+    others.length ? el("details", {}, el("summary", {}, `in ${counted(finding.places.length - 1, "more dump")}`), el("ul", {}, others)) : null);
 }
 
 function findingsSection() {
