@@ -1,5 +1,6 @@
 """Samples that are converted in parts, where they are, become the train data of all of them together."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ DUMPS = {
     "adapters": ROOT / "tests/fast/data/miles_multi_lora.pt",
     "slime": ROOT / "tests/fast/data/slime_dump.pt",
 }
+read = cache(lambda name: read_dump(DUMPS[name]))
 SETTINGS: dict[str, Any] = {"missing_reward": "exclude", "zero_variance_groups": "drop_from_loss"}
 
 
@@ -36,7 +38,7 @@ def in_parts(rows: list[dict[str, Any]], ends: list[int], metadata: dict[str, An
 @pytest.mark.parametrize("name", DUMPS)
 @given(data=st.data())
 def test_real_dumps(name: str, data: st.DataObject) -> None:
-    dump = read_dump(DUMPS[name])
+    dump = read(name)
     ends = sorted(data.draw(st.sets(st.integers(1, len(dump.samples) - 1), max_size=5)))
     whole, joined = in_parts(dump.samples, ends, dump.metadata)
     assert joined.columns.keys() == whole.columns.keys()
