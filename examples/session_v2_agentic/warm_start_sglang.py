@@ -30,6 +30,9 @@ from miles_norm.session.engines.hugging_face import HuggingFaceRenderer
 STEPS, BATCH, CONVERSATIONS, LEARNING_RATE = 100, 16, 1024, 1e-2
 
 
+transformers.logging.disable_progress_bar()
+
+
 def warm_start(folder: Path, steps: int = STEPS, seed: int = 0) -> float:
     """Train the model in a folder on the tokens of the teacher's replies; the last loss."""
     torch.set_num_threads(1)  # the steps are too small to share
@@ -50,7 +53,7 @@ def warm_start(folder: Path, steps: int = STEPS, seed: int = 0) -> float:
         optimizer.step()
         schedule.step()
     model.save_pretrained(folder)
-    return float(loss)
+    return float(loss.item())
 
 
 def _encoded(messages: list[dict[str, Any]], renderer: HuggingFaceRenderer) -> tuple[Tensor, Tensor]:

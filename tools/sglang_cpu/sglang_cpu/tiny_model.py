@@ -21,6 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 __all__ = ["ARCHITECTURES", "write_tiny_model"]
 
+transformers.logging.disable_progress_bar()
+
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 """Name on the command line, and prefix of the classes in transformers."""
 
