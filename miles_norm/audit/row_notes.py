@@ -47,7 +47,8 @@ class RowNotes:
         self.lengths.append(length)
         self.strips.append(mask_strip(mask, length or 0))
         self.paths.append(_path(row.get("metadata")))
-        self.digests.append(_digest(tokens, mask))
+        # Two turns of a session that say the same were sampled twice; they are no copies.
+        self.digests.append(_digest(tokens, mask, self.paths[-1]))
 
 
 def mask_strip(mask: Any, length: int) -> str:
@@ -100,11 +101,11 @@ def _path(metadata: Any) -> Path:
     return tuple(nodes) if all(type(node) in (int, str) for node in nodes) else ()
 
 
-def _digest(tokens: Any, mask: Any) -> int | None:
+def _digest(tokens: Any, mask: Any, path: Path) -> int | None:
     if not _size(tokens):
         return None
     with suppress(TypeError, ValueError, OverflowError):
-        return hash((_content(tokens), None if mask is None else _content(mask)))
+        return hash((_content(tokens), None if mask is None else _content(mask), path))
     return None
 
 

@@ -282,9 +282,14 @@ def rollout(  # the command line is what the options are
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="End a rollout that takes longer; it counts as aborted.")
     ] = None,
-    picker: Annotated[str, typer.Option(metavar="NAME", help="Which leaves become rows: drop_retries, keep_all.")] = (
-        "drop_retries"
-    ),
+    picker: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Which leaves become rows: drop_retries (a retried first turn stays: it may as well be a "
+            "sub-agent), keep_all.",
+        ),
+    ] = ("drop_retries"),
     max_seq_len: Annotated[int | None, typer.Option(metavar="T", help="Most tokens of a row.")] = None,
     request: Annotated[
         list[str] | None,
@@ -323,6 +328,8 @@ def rollout(  # the command line is what the options are
     messages = console_for(stderr=True)
     show_warnings(messages, warnings)
     show_rollouts(messages, rows, output)
+    if all("error" in row.metadata for row in rows):
+        raise typer.Exit(2)  # nothing to train on
 
 
 def _check_selectors(row: int | None, rollout: str | None, group: str | None) -> None:

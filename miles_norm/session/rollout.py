@@ -155,7 +155,7 @@ async def _run(agent: Agent, rollout: _Rollout, client: SessionClient, options: 
     finally:
         await client.forget(session)
     if not rows:
-        rows = [Sample(group_index=rollout.group_index, index=rollout.index, rollout_id=rollout.index, loss_mask=[])]
+        rows = [_without_turns(rollout)]
         error = error or "no rows: the agent made no turn, or none that fits into max_seq_len"
     for row in rows:
         row.prompt, row.label = rollout.prompt, rollout.label
@@ -166,6 +166,17 @@ async def _run(agent: Agent, rollout: _Rollout, client: SessionClient, options: 
     if error is not None:
         logger.warning("rollout %d of prompt %d was aborted: %s", rollout.index, rollout.group_index, error)
     return rows
+
+
+def _without_turns(rollout: _Rollout) -> Sample:
+    """A row that says that the rollout was there; it has every field of the others, and no tokens."""
+    return Sample(
+        group_index=rollout.group_index,
+        index=rollout.index,
+        rollout_id=rollout.index,
+        loss_mask=[],
+        rollout_log_probs=[],
+    )
 
 
 async def _play(

@@ -140,3 +140,21 @@ def test_a_request_setting_needs_a_value(run: Callable[..., Run], agent: Path, t
     )  # fmt: skip
     assert done.code == 2
     assert "--request temperature" in done.err
+
+
+def test_a_dump_of_aborted_rollouts_only_is_written_and_no_success(
+    run: Callable[..., Run], agent: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "rollout.jsonl"
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "fail"), "-o", out)
+    assert done.code == 2
+    assert {row["status"] for row in read_dump(out).samples} == {"aborted"}
+
+
+def test_a_rollout_without_a_turn_is_converted_with_the_others(
+    run: Callable[..., Run], agent: Path, tmp_path: Path
+) -> None:
+    out, train = tmp_path / "rollout.jsonl", tmp_path / "train.safetensors"
+    run("rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "fail", "ab"), "-o", out)
+    done = run("convert", out, train, "--set", "missing_reward=exclude")
+    assert (done.code, "16 rows" in done.err) == (0, True), done.err
