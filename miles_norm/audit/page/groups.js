@@ -96,7 +96,11 @@ const sortChoice = el(
   COLUMNS.map((column) => el("option", { value: column.key }, column.head)),
 );
 const heads = COLUMNS.map((column) =>
-  el("th", { scope: "col" }, el("button", { type: "button", onclick: () => sortBy(column) }, column.head)),
+  el(
+    "th",
+    { scope: "col", class: NAMES.has(column.key) ? "text" : null },
+    el("button", { type: "button", onclick: () => sortBy(column) }, column.head),
+  ),
 );
 
 function sortBy(column) {
@@ -145,7 +149,7 @@ function groupRows(index) {
   const cells = COLUMNS.map((column, place) =>
     el(
       "td",
-      { "data-name": column.head, class: NAMES.has(column.key) ? "text" : `number ${column.key}` },
+      { "data-name": column.head, class: `${NAMES.has(column.key) ? "text" : "number"} ${column.key}` },
       place ? null : toggle,
       column.cell ? column.cell(group) : number(column.value(group)),
     ),
