@@ -26,13 +26,16 @@ def write_report(audit: Audit, path: str | os.PathLike[str]) -> None:
         DumpError: the folder is missing or not writable.
     """
     with replacing(Path(path), f"report {os.fspath(path)}") as file:
-        file.write(report_page(audit).encode())
+        file.write(report_page(audit).encode("utf-8", "backslashreplace"))  # a file may have any name
 
 
 def report_page(audit: Audit) -> str:
     """The page as text: it loads nothing, and shows any text of a dump as text."""
     assets = files(__package__) / "page"
-    own = [assets.joinpath(name).read_text(encoding="utf-8") for name in ("plots.js", "report.js", "groups.js")]
+    own = [
+        assets.joinpath(name).read_text(encoding="utf-8")
+        for name in ("plots.js", "report.js", "sections.js", "groups.js")
+    ]
     return build_page(
         "Rollout audit" if len(audit.steps) > 1 else f"Rollout audit of {audit.steps[0].name}",
         page_data(audit),

@@ -97,7 +97,7 @@ def _figures(step: AuditedStep, baseline: str) -> dict[str, str]:
         "no signal": f"{share('zero_variance_share')} of groups: {share('all_right_share')} all right, "
         f"{share('all_wrong_share')} all wrong",
         "effective": f"{count('effective_rollouts')} of {count('counted_rollouts')} rollouts in "
-        f"{count('effective_groups')} groups have an advantage and tokens",
+        f"{counted(int(_value(step, 'effective_groups') or 0), 'group')} have an advantage and tokens",
         "baseline": f"{count(vs + 'sign_flips')} of {count('trained_rows')} rows with the other sign, a mean change of "
         f"{shown(vs + 'mean_abs_change')}",
         "weights": f"{shown('weight/sample_mean_min')} to {shown('weight/sample_mean_max')} times an equal share in a "

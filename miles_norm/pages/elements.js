@@ -30,9 +30,11 @@ function number(value) {
 
 const whole = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en-US"));
 const minus = (text) => text.replaceAll("-", "−");
-const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`);
+const percent = (share) =>
+  share === null || share === undefined ? "–" : `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
 const counted = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
-const range = (pair, text = number) => (!pair ? "–" : pair[0] === pair[1] ? text(pair[0]) : `${text(pair[0])} to ${text(pair[1])}`);
+const range = (pair, text = number) =>
+  !pair ? "–" : pair[0] === pair[1] ? text(pair[0]) : `${text(pair[0])} to ${text(pair[1])}`;
 
 // The theme: what the system has until the button is pressed. Storage may be closed to a page from disk.
 const THEMES = ["auto", "light", "dark"];

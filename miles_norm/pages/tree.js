@@ -32,20 +32,30 @@ function trajectoryTree(tree, leafContent) {
 }
 
 // Lines of an explanation: [what it is about, what it says].
-const explained = (lines) => el("dl", { class: "explanation" }, lines.map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]));
+const explained = (lines) =>
+  el(
+    "dl",
+    { class: "explanation" },
+    lines.map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]),
+  );
 
 // A loss mask as a strip: one digit per part of the response, 0 none of its tokens trainable to 9 all of them.
 function maskStrip(digits, label) {
   const strip = svg("svg", {
-    class: "strip", viewBox: `0 0 ${Math.max(digits.length, 1)} 1`, preserveAspectRatio: "none", role: "img", "aria-label": label,
+    class: "strip",
+    viewBox: `0 0 ${Math.max(digits.length, 1)} 1`,
+    preserveAspectRatio: "none",
+    role: "img",
+    "aria-label": label,
   });
-  for (let from = 0; from < digits.length; ) {
+  for (let from = 0; from < digits.length;) {
     let to = from + 1;
     while (to < digits.length && digits[to] === digits[from]) to += 1;
     const share = Number(digits[from]) / 9;
     const part = { x: from, y: 0, width: to - from, height: 1 };
     strip.append(svg("rect", { ...part, class: "untrained" }));
-    if (share > 0) strip.append(svg("rect", { ...part, class: "trained", "fill-opacity": Math.max(share, 0.25).toFixed(2) }));
+    if (share > 0)
+      strip.append(svg("rect", { ...part, class: "trained", "fill-opacity": Math.max(share, 0.25).toFixed(2) }));
     from = to;
   }
   return strip;

@@ -23,7 +23,8 @@ function ticks(low, high, most) {
   const found = [];
   const first = Math.ceil(low / step);
   // Counted, because far from 0 adding 1 may change nothing.
-  for (let count = 0; count <= 2 * most && (first + count) * step <= high + step * 1e-9; count += 1) found.push((first + count) * step);
+  for (let count = 0; count <= 2 * most && (first + count) * step <= high + step * 1e-9; count += 1)
+    found.push((first + count) * step);
   return found;
 }
 
@@ -60,8 +61,24 @@ function frame(width, height, xs, ys, names) {
       svg("text", { class: "tick", x: x(tick), y: inner.bottom + 16, "text-anchor": "middle" }, tickText(tick)),
     );
   }
-  root.append(svg("text", { class: "axis", x: (PLOT.left + inner.right) / 2, y: height - 4, "text-anchor": "middle" }, names.x));
-  if (names.y) root.append(svg("text", { class: "axis", x: 12, y: PLOT.top + 2, transform: `rotate(-90 12 ${(PLOT.top + inner.bottom) / 2})`, "text-anchor": "middle", dy: (inner.bottom - PLOT.top) / 2 }, names.y));
+  root.append(
+    svg("text", { class: "axis", x: (PLOT.left + inner.right) / 2, y: height - 4, "text-anchor": "middle" }, names.x),
+  );
+  if (names.y)
+    root.append(
+      svg(
+        "text",
+        {
+          class: "axis",
+          x: 12,
+          y: PLOT.top + 2,
+          transform: `rotate(-90 12 ${(PLOT.top + inner.bottom) / 2})`,
+          "text-anchor": "middle",
+          dy: (inner.bottom - PLOT.top) / 2,
+        },
+        names.y,
+      ),
+    );
   return { root, x, y, inner };
 }
 
@@ -70,7 +87,13 @@ function lineChart(width, at, series, names) {
   const height = 180;
   const values = series.flatMap((one) => one.values);
   const [low, high] = names.from === undefined ? extent(values) : [names.from, extent(values, names.from)[1]];
-  const { root, x, y, inner } = frame(width, height, at.length > 1 ? [at[0], at[at.length - 1]] : [at[0] - 1, at[0] + 1], [low, high], { ...names, whole: true });
+  const { root, x, y, inner } = frame(
+    width,
+    height,
+    at.length > 1 ? [at[0], at[at.length - 1]] : [at[0] - 1, at[0] + 1],
+    [low, high],
+    { ...names, whole: true },
+  );
   for (const one of series) {
     let path = "";
     let pen = "M";
@@ -81,7 +104,14 @@ function lineChart(width, at, series, names) {
         pen = "L";
       }
     });
-    root.append(svg("path", { class: "curve", d: path, stroke: `var(--${one.color})`, "stroke-dasharray": one.dashed ? "5 3" : null }));
+    root.append(
+      svg("path", {
+        class: "curve",
+        d: path,
+        stroke: `var(--${one.color})`,
+        "stroke-dasharray": one.dashed ? "5 3" : null,
+      }),
+    );
   }
   const guide = svg("line", { class: "guide", y1: PLOT.top, y2: inner.bottom, visibility: "hidden" });
   root.append(guide);
@@ -106,26 +136,47 @@ function lineChart(width, at, series, names) {
 // points: [{x, y, kind, text, open}]; kinds are classes; lines: [{from: [x, y], to: [x, y], text, at, anchor}] in data units.
 function scatter(width, points, names, lines) {
   const height = Math.min(360, Math.max(260, Math.round(width * 0.62)));
-  const xs = extent(points.map((point) => point.x), ...(names.alsoX || []));
-  const ys = extent(points.map((point) => point.y), ...(names.alsoY || []));
+  const xs = extent(
+    points.map((point) => point.x),
+    ...(names.alsoX || []),
+  );
+  const ys = extent(
+    points.map((point) => point.y),
+    ...(names.alsoY || []),
+  );
   const { root, x, y } = frame(width, height, xs, ys, names);
   const references = lines(xs, ys);
   for (const line of references) {
-    root.append(svg("line", { class: "reference", x1: x(line.from[0]), y1: y(line.from[1]), x2: x(line.to[0]), y2: y(line.to[1]) }));
+    root.append(
+      svg("line", {
+        class: "reference",
+        x1: x(line.from[0]),
+        y1: y(line.from[1]),
+        x2: x(line.to[0]),
+        y2: y(line.to[1]),
+      }),
+    );
   }
   const size = points.length > 400 ? 2.5 : 4;
   for (const point of points) {
     if (point.x === null || point.y === null) continue;
     const [px, py] = [x(point.x).toFixed(1), y(point.y).toFixed(1)];
-    const shape = point.kind === "flip"
-      ? svg("path", { class: "dot flip", d: `M${px - 4} ${py - 4}l8 8m0 -8l-8 8` })
-      : svg("circle", { class: `dot ${point.kind}`, cx: px, cy: py, r: size });
+    const shape =
+      point.kind === "flip"
+        ? svg("path", { class: "dot flip", d: `M${px - 4} ${py - 4}l8 8m0 -8l-8 8` })
+        : svg("circle", { class: `dot ${point.kind}`, cx: px, cy: py, r: size });
     shape.append(svg("title", {}, point.text));
     shape.addEventListener("click", point.open);
     root.append(shape);
   }
   for (const line of references.filter((each) => each.text)) {
-    root.append(svg("text", { class: "tick halo", x: x(line.at[0]), y: y(line.at[1]) + 16, "text-anchor": line.anchor }, line.text));
+    root.append(
+      svg(
+        "text",
+        { class: "tick halo", x: x(line.at[0]), y: y(line.at[1]) + 16, "text-anchor": line.anchor },
+        line.text,
+      ),
+    );
   }
   return root;
 }

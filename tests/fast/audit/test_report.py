@@ -1,6 +1,7 @@
 """The page of an audit: its data, and that it is one file. What it shows is tested in ``tests/browser``."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ def test_hostile_ids_stay_in_the_data(tmp_path: Path) -> None:
     assert data["groups"][0]["members"][0]["rows"][0]["state"] == [HOSTILE.lower()]
     assert data["groups"][0]["members"][0]["tree"]["nodes"] == [{"id": HOSTILE, "parent": None}]
     assert "<title>Rollout audit of a&lt;b&gt;.jsonl</title>" in page
+
+
+def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.jsonl")
+    path.write_text('{"reward": 1.0, "response_length": 1}\n', encoding="utf-8")
+    write_report(audit_dumps([path]), tmp_path / "report.html")
+    assert "of \\udcff.jsonl</title>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])

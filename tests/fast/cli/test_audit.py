@@ -34,7 +34,7 @@ def test_figures_by_hand(run: Callable[..., Run], jsonl: Callable[..., Path]) ->
         "reward mean  0.5000 per rollout, 0.2500 per row",
         "fan-out      mean 2.0000, max 3, 50% of rollouts have one row",
         "no signal    0% of groups: 0% all right, 0% all wrong",
-        "effective    2 of 2 rollouts in 1 groups have an advantage and tokens",
+        "effective    2 of 2 rollouts in 1 group have an advantage and tokens",
         "baseline     0 of 4 rows with the other sign, a mean change of 0.3536",
         "weights      0.5000 to 1.5000 times an equal share in a mean over rows, 0.5000 to 1.5000 over tokens",
     ]
