@@ -298,7 +298,8 @@ def rollout(  # the command line is what the options are
     force: Annotated[bool, typer.Option("--force", metavar=FLAG, help="Replace DUMP if it exists.")] = False,
 ) -> None:
     """Run an agent on prompts and write the rows of its rollouts as a dump, ready for normalize."""
-    check_output(output, prompts, DUMP_ENDINGS, force=force)
+    replaces_prompts = output.exists() and prompts.exists() and output.samefile(prompts)
+    check_output(output, prompts, DUMP_ENDINGS, force=force and not replaces_prompts)
 
     from miles_norm.cli.sessions import (
         EngineChoice,
@@ -328,7 +329,7 @@ def rollout(  # the command line is what the options are
     messages = console_for(stderr=True)
     show_warnings(messages, warnings)
     show_rollouts(messages, rows, output)
-    if all("error" in row.metadata for row in rows):
+    if all(row.status == "aborted" and "error" in row.metadata for row in rows):
         raise typer.Exit(2)  # nothing to train on
 
 

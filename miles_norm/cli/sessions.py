@@ -122,7 +122,7 @@ def show_rollouts(console: Console, rows: Sequence[Sample], path: Path) -> None:
     fan_out: dict[Any, int] = {}
     for row in rows:
         fan_out[row.rollout_id] = fan_out.get(row.rollout_id, 0) + 1
-    aborted = len({row.rollout_id for row in rows if "error" in row.metadata})
+    aborted = len({row.rollout_id for row in rows if row.status == "aborted" and "error" in row.metadata})
     text = f"{path}: {counted(len(rows), 'row')} of {counted(len(fan_out), 'rollout')}, "
     text += f"fan-out {min(fan_out.values())} to {max(fan_out.values())}"
     text += f"; {counted(aborted, 'rollout')} aborted, see metadata.error" if aborted else ""
@@ -140,7 +140,7 @@ def load_agent(name: str) -> Agent:
         raise _wrong_agent(name, "no module and function")
     try:
         module = _module(place)
-    except (ImportError, OSError) as error:
+    except (Exception, SystemExit) as error:  # Importing an agent runs its code.
         raise _wrong_agent(name, f"{type(error).__name__}: {error}") from error
     agent = getattr(module, function, None)
     if not callable(agent):
@@ -174,7 +174,8 @@ def read_prompts(path: Path) -> list[Any]:
         ConfigError: the file cannot be read, or lines that are no JSON; all are named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON may hold other line separators as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise _wrong_prompts(path, getattr(error, "strerror", None) or str(error)) from None
     prompts, bad = [], []
@@ -182,7 +183,7 @@ def read_prompts(path: Path) -> list[Any]:
         if line.strip():
             try:
                 prompts.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 bad.append(f"line {number}: {error}")
     if bad or not prompts:
         raise _wrong_prompts(path, "; ".join(bad[:10]) or "no prompts")

@@ -106,7 +106,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._of_rollout_func = {}
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"] * output.get("tool_mask", 1)
-        result = self.normalized_rewards = self._normalize(mask.sum(dim=1))
+        result = self.normalized_rewards = self._normalize((mask != 0).sum(dim=1))
         weights = loss_weights(result, self.loss_config)
         factor = divided_by(self.loss_type, result.columns.trainable_tokens, self.max_completion_length)
         if self.model.training and (

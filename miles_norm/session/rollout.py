@@ -213,8 +213,10 @@ async def _outcome(
             metadata=metadata,
             label=rollout.label,
         )
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # Whatever an agent raises, it costs its own rollout only.
-        return {}, f"{type(error).__name__}: {error}"[:2000]
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001  # Whatever an agent raises, it costs its own rollout only.
+        return {}, _said(error)
     if returned is None:
         return {}, None
     if not isinstance(returned, Mapping):
@@ -225,9 +227,19 @@ async def _outcome(
         return {}, f"the agent returned what no file can hold: {error}"
 
 
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:2000]
+    except Exception:  # noqa: BLE001  # Its own text is code of the agent too.
+        return type(error).__name__
+
+
 def _rollouts(prompts: Iterable[Any], n_samples_per_prompt: int) -> list[_Rollout]:
     rollouts: list[_Rollout] = []
     bad: list[str] = []
+    if isinstance(prompts, str | bytes | Mapping):
+        # Its characters or keys would be prompts.
+        prompts, bad = [], [f"{shown(prompts)}, which is one prompt and no list of them"]
     for number, given in enumerate(prompts):
         entry = given if isinstance(given, Mapping) else {"prompt": given}
         prompt, label, metadata = entry.get("prompt"), entry.get("label"), entry.get("metadata")
