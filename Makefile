@@ -2,29 +2,34 @@
 #   make PYTHON=python3.12       another interpreter
 #   make VENV=/tmp/venv          another place for the virtual environment
 #   make PYTEST_ARGS='-k grpo'   more arguments for pytest
-# Suites against a training framework have a virtual environment of their own, .venv-verl.
+# Each suite against a training framework has a virtual environment of its own, .venv-verl and .venv-trl.
+#   make test-verl VERL_VERSION=0.8.0   another verl, in .venv-0.8.0-verl
+#   make FRAMEWORK_VENV=/tmp/venv-      another place and beginning of their names
 # pip's own variables are obeyed: PIP_EXTRA_INDEX_URL, for one, can name an index that has a smaller, CPU-only torch.
 
 PYTHON ?= python3
 VENV ?= .venv
-VERL_VENV ?= .venv-verl
+VERL_VERSION ?=
+FRAMEWORK_VENV ?= .venv-$(VERL_VERSION:%=%-)
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
-VERL_PIP_INSTALL := $(VERL_VENV)/bin/python -m pip install -qq --disable-pip-version-check
 DUMP := examples/data/miles_session_v2.pt
+AGENT := examples/session_v2_agentic
+ROLLOUT := --agent $(AGENT)/agent.py:open_boxes --prompts $(AGENT)/prompts.jsonl --n-samples-per-prompt 4
+OUT := out
 CONFIG := configs/grpo.yaml
+
+FRAMEWORKS := verl trl
+# What the tests import; where that fails they would be skipped, so that the installation has to fail.
+IMPORTED_verl := verl.trainer.ppo.ray_trainer
+IMPORTED_trl := trl.trainer.grpo_trainer
 
 # An editable install points at one folder: in a copied or moved checkout it is made again.
 ORIGIN := $(CURDIR)
-ifneq ($(shell cat $(VENV)/.origin 2>/dev/null),$(ORIGIN))
-STALE := stale
-endif
-ifneq ($(shell cat $(VERL_VENV)/.origin 2>/dev/null),$(ORIGIN))
-STALE_VERL := stale
-endif
+stale = $(shell [ "$$(cat $(1)/.origin 2>/dev/null)" = "$(ORIGIN)" ] || echo stale)
 
 # Readable by any Python, so that an old one can be told what is wrong with it.
 define CHECK_PYTHON
@@ -39,33 +44,55 @@ except ImportError:
 endef
 export CHECK_PYTHON
 
+# create-venv FOLDER: an empty virtual environment, then torch, before anything may resolve it.
+define create-venv
+@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name another with make PYTHON=..." >&2; exit 1; }
+@$(PYTHON) -c "$$CHECK_PYTHON"
+@echo "[1/3] virtual environment in $(1)"
+@$(PYTHON) -m venv $(1)
+@echo "[2/3] $(TORCH), the large one: seconds from a cache, minutes over a network"
+@$(1)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) -c constraints.txt
+endef
+
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-distributed test-verl lint format bench clean stale
+.SECONDEXPANSION:
+.PHONY: help install demo demo-dump test test-session test-ray test-browser test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
 
-$(VENV)/.demo: pyproject.toml constraints.txt $(STALE)
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name another with make PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c "$$CHECK_PYTHON"
-	@echo "[1/3] virtual environment in $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/3] $(TORCH), the large one: seconds from a cache, minutes over a network"
-	@$(PIP_INSTALL) $(TORCH) -c constraints.txt
-	@echo "[3/3] miles_norm and its command line"
-	@$(PIP_INSTALL) -e '.[cli]' -c constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt $(call stale,$(VENV))
+	$(call create-venv,$(VENV))
+	@echo "[3/3] miles_norm, its command line and the session server"
+	@$(PIP_INSTALL) -e '.[examples]' -c constraints.txt
 	@echo '$(ORIGIN)' > $(VENV)/.origin
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "[dev] test tools, ruff, mypy"
-	@$(PIP_INSTALL) -e '.[cli,dev]' -c constraints.txt
+	@$(PIP_INSTALL) -e '.[dev]' -c constraints.txt
 	@touch $@
 
 install: $(VENV)/.dev ## everything for development, into .venv
 
-demo: $(VENV)/.demo ## normalize a real rollout dump, then explain one of its rows
+# show COMMAND: print it as one types it, then run it.
+define show
+@echo; echo '$$ $(1)'; PATH="$(abspath $(BIN)):$$PATH" $(1)
+endef
+
+demo: $(VENV)/.demo ## the whole job: serve a policy, roll out an agent, normalize, convert, explain a row
+	$(call show,python $(AGENT)/warm_start.py $(OUT)/policy.safetensors)
+	$(call show,miles-norm rollout $(ROLLOUT) --model $(OUT)/policy.safetensors -o $(OUT)/rollout.jsonl --force)
+	$(call show,miles-norm normalize $(OUT)/rollout.jsonl --config $(CONFIG))
+	$(call show,miles-norm convert $(OUT)/rollout.jsonl $(OUT)/train.safetensors --config $(CONFIG) --force)
+	$(call show,miles-norm explain $(OUT)/rollout.jsonl --row 0 --config $(CONFIG))
+	$(call show,miles-norm audit $(OUT)/rollout.jsonl --config $(CONFIG) -o $(OUT)/report.html --force)
+	@echo; echo 'Next, an agent of your own against a server of its own:'
+	@echo '  $(BIN)/miles-norm serve --set port=8811'
+	@echo '  $(BIN)/miles-norm rollout --server http://127.0.0.1:8811 --agent my_agent.py:solve --prompts prompts.jsonl -o rollout.jsonl'
+
+demo-dump: $(VENV)/.demo ## normalize a recorded rollout dump, then explain one of its rows
 	@echo; echo '$$ miles-norm normalize $(DUMP) --config $(CONFIG)'
 	@$(BIN)/miles-norm normalize $(DUMP) --config $(CONFIG)
 	@echo; echo '$$ miles-norm explain $(DUMP) --row 3 --config $(CONFIG)'
@@ -76,26 +103,40 @@ demo: $(VENV)/.demo ## normalize a real rollout dump, then explain one of its ro
 test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 	@$(BIN)/python -m pytest --cov -n auto $(PYTEST_ARGS)
 
+test-session: $(VENV)/.dev ## the session server: real processes, OpenAI's client, faults
+	@$(BIN)/python -m pytest tests/session -n auto $(PYTEST_ARGS)
+
+$(VENV)/.ray $(VENV)/.browser: $(VENV)/.%: $(VENV)/.dev
+	@echo "[$*] what its tests need"
+	@$(PIP_INSTALL) -e '.[$*]' -c constraints.txt
+	@touch $@
+
+test-ray: $(VENV)/.ray ## a local Ray and a simulated cluster of four nodes
+	@$(BIN)/python -m pytest tests/ray $(PYTEST_ARGS)
+
+test-browser: $(VENV)/.browser ## the report of an audit in a real Chromium, which CHROMIUM names
+	@$(BIN)/python -m pytest tests/browser $(PYTEST_ARGS)
+
 test-distributed: $(VENV)/.dev ## gradients over two real processes
 	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
 
-$(VERL_VENV)/.verl: pyproject.toml constraints.txt requirements/verl.txt $(STALE_VERL)
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name another with make PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c "$$CHECK_PYTHON"
-	@echo "[1/3] virtual environment in $(VERL_VENV)"
-	@$(PYTHON) -m venv $(VERL_VENV)
-	@echo "[2/3] $(TORCH), the large one: seconds from a cache, minutes over a network"
-	@$(VERL_PIP_INSTALL) $(TORCH) -c constraints.txt
-	@echo "[3/3] verl and what its advantage functions import"
-	@$(VERL_PIP_INSTALL) --no-deps -r requirements/verl.txt
-	@$(VERL_PIP_INSTALL) --no-deps -e .
-	@# Where a package is missing the tests are skipped, so that it has to fail here.
-	@$(VERL_VENV)/bin/python -c 'import verl.trainer.ppo.core_algos'
-	@echo '$(ORIGIN)' > $(VERL_VENV)/.origin
+$(FRAMEWORKS:%=$(FRAMEWORK_VENV)%/.ready): $(FRAMEWORK_VENV)%/.ready: pyproject.toml constraints.txt requirements/%.txt \
+		$$(call stale,$(FRAMEWORK_VENV)$$*)
+	$(call create-venv,$(@D))
+	@echo "[3/3] $* and what it imports"
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/$*.txt
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e . $(if $(filter verl,$*),$(VERL_VERSION:%=verl==%))
+	@$(@D)/bin/python -W ignore -c 'import $(IMPORTED_$*)'
+	@echo '$(ORIGIN)' > $(@D)/.origin
 	@touch $@
 
-test-verl: $(VERL_VENV)/.verl ## advantages and losses against those of verl, in .venv-verl
-	@$(VERL_VENV)/bin/python -m pytest -m integration tests/integration/test_verl_*.py $(PYTEST_ARGS)
+test-verl: ## estimators, losses and the plugin against verl, in .venv-verl
+test-trl: ## optimizer steps of TRL's trainer, in .venv-trl
+$(FRAMEWORKS:%=test-%): test-%: $(FRAMEWORK_VENV)%/.ready
+	@$(FRAMEWORK_VENV)$*/bin/python -m pytest tests/integration/test_$*_*.py --doctest-ignore-import-errors \
+		miles_norm/integrations/$**.py docs/integrations/$*.md $(PYTEST_ARGS)
+
+test-integrations: $(FRAMEWORKS:%=test-%) ## every suite against a training framework
 
 lint: $(VENV)/.dev ## ruff and mypy, changing nothing
 	@status=0; for check in "ruff check" "ruff format --check" mypy; do \
@@ -112,5 +153,5 @@ bench: $(VENV)/.dev ## every benchmark, each against a baseline of the same run
 	done
 
 clean: ## remove the virtual environments and every cache
-	@rm -rf .venv .venv-verl .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	@rm -rf .venv .venv-* out .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

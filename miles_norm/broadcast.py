@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.columns.ids import shared_tensor
+from miles_norm.columns.ids import entries_of, shared_tensor
 from miles_norm.errors import SampleError, format_rows
 
 __all__ = ["rollouts_to_rows", "rows_to_tokens"]
@@ -46,20 +46,23 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
     >>> [t.tolist() for t in rows_to_tokens(torch.tensor([2.0, -1.0]), [[1, 0], [0, 1, 1]])]
     [[2.0, 0.0], [0.0, -1.0, -1.0]]
     """
-    if masks is None:
-        raise _bad_masks("loss masks", "None", ())
-    if len(masks) != len(values):
-        raise _bad_masks("loss masks", f"{len(masks)} masks for {len(values)} rows", ())
     if isinstance(masks, Tensor):
-        if masks.ndim != 2:
-            raise _bad_masks("loss masks", f"shape {tuple(masks.shape)}", ())
+        if masks.ndim != 2 or masks.layout != torch.strided or masks.is_complex():
+            raise _bad_masks("loss masks", f"shape {tuple(masks.shape)}, {masks.dtype}, {masks.layout}", ())
+        if len(masks) != len(values):
+            raise _bad_masks("loss masks", f"{len(masks)} masks for {len(values)} rows", ())
         mask = masks.to(values.device)
         on_host = mask.device.type == "cpu"
         bad = torch.nonzero(((mask != 0) & (mask != 1)).any(dim=1))[:, 0].tolist() if on_host else []
         if bad:
             raise _bad_masks(f"loss mask of {format_rows(bad)}", "entries other than 0 and 1", bad)
         return torch.where(mask != 0, values[:, None], 0.0)
-    ragged = [_as_tensor(mask, values.device) for mask in masks]
+    entries = entries_of(masks)
+    if entries is None:
+        raise _bad_masks("loss masks", "None" if masks is None else f"a value of type {type(masks).__name__}", ())
+    if len(entries) != len(values):
+        raise _bad_masks("loss masks", f"{len(entries)} masks for {len(values)} rows", ())
+    ragged = [_as_tensor(mask, values.device) for mask in entries]
     bad = [
         row
         for row, mask in enumerate(ragged)

@@ -10,6 +10,21 @@
     ├── GroupingError (ValueError)            prompt groups that cannot be recovered, or sizes that do not fit
     ├── DumpError (ValueError)                a file that cannot be read or written
     │   └── UnsafeDumpError                   a file that asks for code to be run
+    ├── SessionError (ValueError)             a turn or a conversation that cannot be taken or become rows as asked
+    │   ├── PathEndedError                    a request that extends a turn which ended by length (HTTP 409)
+    │   ├── NodeLimitError                    more turns than the session may have
+    │   ├── SessionLimitError                 more sessions than the server may have
+    │   ├── UnknownSessionError (LookupError) an id that no session has
+    │   ├── RequestError                      a request that cannot be read
+    │   │   ├── TooLargeError                 one with a body beyond the limit
+    │   │   └── UnauthorizedError (PermissionError)  one without the key of the server
+    │   └── HookError                         a picker or post-processor that broke its contract
+    ├── RenderingError (ValueError)           messages that a chat template cannot render
+    ├── JournalError (OSError)                a journal that cannot be opened, read or written
+    ├── EngineError                           an inference engine did not do what was asked
+    │   ├── EngineUnavailableError (ConnectionError)  it is down, failed, or did not answer in time
+    │   ├── EngineRejectedError (ValueError)  it refused the request; carries an HTTP status and a body
+    │   └── EngineContractError (ValueError)  its answer lacks what training needs
     ├── LostRowsError (RuntimeError)          rows on another machine that are gone
     └── MissingDependencyError (ImportError)  an extra that is not installed
 
@@ -24,14 +39,29 @@ __all__ = [
     "ConfigError",
     "DisagreeingRewardsError",
     "DumpError",
+    "EngineContractError",
+    "EngineError",
+    "EngineRejectedError",
+    "EngineUnavailableError",
     "GroupingError",
+    "HookError",
+    "JournalError",
     "LostRowsError",
     "MilesNormError",
     "MissingDependencyError",
     "MissingRewardError",
     "NoSuchRowError",
+    "NodeLimitError",
+    "PathEndedError",
+    "RenderingError",
+    "RequestError",
     "RewardError",
     "SampleError",
+    "SessionError",
+    "SessionLimitError",
+    "TooLargeError",
+    "UnauthorizedError",
+    "UnknownSessionError",
     "UnsafeDumpError",
     "format_rows",
     "shown",
@@ -72,7 +102,7 @@ class MilesNormError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default protocol, and errors must cross process borders.
         state = {name: getattr(self, name) for name in ("got", "expected", "reason", "remedy", "rows")}
-        return (_rebuild, (type(self), self.subject, state))
+        return (_rebuild, (type(self), self.subject, state), self.__dict__)
 
 
 def _rebuild(kind: type[MilesNormError], subject: str, state: dict[str, object]) -> MilesNormError:
@@ -113,6 +143,87 @@ class DumpError(MilesNormError, ValueError):
 
 class UnsafeDumpError(DumpError):
     """A pickled file that names a class or function outside the allow-list; nothing of it was run."""
+
+
+class SessionError(MilesNormError, ValueError):
+    """A turn or a conversation that cannot be taken, or cannot become rows as asked."""
+
+
+class PathEndedError(SessionError):
+    """A request that extends a turn which ended by length; a server answers it with HTTP 409."""
+
+
+class NodeLimitError(SessionError):
+    """More turns than the session may have."""
+
+
+class SessionLimitError(SessionError):
+    """More sessions than the server may have."""
+
+
+class UnknownSessionError(SessionError, LookupError):
+    """An id that no session has: never given, deleted, or expired."""
+
+
+class RequestError(SessionError):
+    """A request to the session server that cannot be read as what it should be."""
+
+
+class TooLargeError(RequestError):
+    """A request with a body beyond the limit."""
+
+
+class UnauthorizedError(RequestError, PermissionError):
+    """A request without the key of the server."""
+
+
+class HookError(SessionError):
+    """A picker or post-processor that broke its contract."""
+
+
+class RenderingError(MilesNormError, ValueError):
+    """Messages or tools that a chat template cannot render."""
+
+
+class JournalError(MilesNormError, OSError):
+    """A journal that cannot be opened, read or written; what was to be written is not acknowledged."""
+
+
+class EngineError(MilesNormError):
+    """An inference engine did not do what was asked of it."""
+
+
+class EngineUnavailableError(EngineError, ConnectionError):
+    """An engine that is down, failed, or did not answer in time; the same request may succeed later."""
+
+
+class EngineRejectedError(EngineError, ValueError):
+    """A request that an engine refused; the same request fails again.
+
+    Attributes:
+        status: HTTP status of the refusal, 400 to 499.
+        body: What the engine answered, as text.
+    """
+
+    status: int = 400
+    body: str = ""
+
+    @classmethod
+    def of_answer(cls, status: int, body: str) -> "EngineRejectedError":
+        """The refusal that an engine sent over HTTP."""
+        error = cls(
+            "request to the engine",
+            got=f"HTTP status {status}: {shown(body, 300)}",
+            expected="status 200",
+            reason="the engine refused the request and would refuse it again",
+            remedy="mend the request as the answer says",
+        )
+        error.status, error.body = status, body
+        return error
+
+
+class EngineContractError(EngineError, ValueError):
+    """An answer that lacks what training needs, such as the ids of the sampled tokens."""
 
 
 class LostRowsError(MilesNormError, RuntimeError):

@@ -58,7 +58,7 @@ def filter_rollouts(result: NormalizedRewards, config: FilterConfig) -> tuple[No
         A result with the same rows, whose weights and counts follow, and the report. ``result`` is not changed.
 
     Raises:
-        ConfigError: ``incomplete_groups`` without ``n_samples_per_prompt``.
+        ConfigError: another type than FilterConfig, or ``incomplete_groups`` without ``n_samples_per_prompt``.
 
     >>> from miles_norm import normalize_rewards
     >>> rows = [{"group_index": i // 2, "rollout_id": i, "reward": r, "response_length": 1}
@@ -69,6 +69,7 @@ def filter_rollouts(result: NormalizedRewards, config: FilterConfig) -> tuple[No
     >>> kept.counted_rollouts.tolist()
     [True, True, False, False]
     """
+    config = FilterConfig.checked(config)
     exclusion = torch.zeros_like(result.counted_rollouts, dtype=torch.int8)
     if result.exclusion is not None:
         exclusion = result.exclusion.clone()

@@ -16,12 +16,12 @@ from miles_norm.config import NormalizationConfig
 from miles_norm.counting import GroupedRewards, group_rewards
 from miles_norm.errors import ConfigError, format_rows
 from miles_norm.estimation import rollout_advantages
-from miles_norm.grouping import recover_groups
+from miles_norm.grouping import RolloutIndex, recover_groups
 from miles_norm.result import Advantages, NormalizedRewards
 from miles_norm.rewards import RolloutRewards, choose_rollout_rewards
 from miles_norm.statistics import SegmentStatistics
 
-__all__ = ["normalize_columns", "normalize_rewards"]
+__all__ = ["normalize_columns", "normalize_grouped", "normalize_rewards", "normalize_silently"]
 
 NEARLY_EQUAL = 1e-6
 """A group whose rewards range over less than this share of the largest is reported."""
@@ -54,7 +54,7 @@ def normalize_rewards(
     >>> normalize_rewards(rows, NormalizationConfig(advantage_estimator="dr_grpo")).advantages.tolist()
     [0.5, 0.5, 0.5, -0.5]
     """
-    config = _checked(config)
+    config = NormalizationConfig.checked(_DEFAULTS if config is None else config)
     return normalize_columns(columns_from_samples(samples, config), config, prompt_group_sizes)
 
 
@@ -69,31 +69,39 @@ def normalize_columns(
     >>> normalize_columns(columns, NormalizationConfig(grpo_std_normalization=False)).advantages.tolist()
     [2.0, 2.0, -2.0]
     """
-    config = _checked(config)
+    config = NormalizationConfig.checked(_DEFAULTS if config is None else config)
+    return _logged(normalize_silently(columns, config, prompt_group_sizes))
+
+
+def normalize_silently(
+    columns: RolloutColumns, config: NormalizationConfig, prompt_group_sizes: Sequence[int] | Tensor | None = None
+) -> NormalizedRewards:
+    """``normalize_columns`` whose warnings are in the result alone, for who computes many results to compare them."""
     if config.device is not None:
         columns = _moved(columns, config.device)
     index, warnings = recover_groups(columns, config, prompt_group_sizes)
+    return _normalized(columns, index, config, warnings)
+
+
+def normalize_grouped(columns: RolloutColumns, index: RolloutIndex, config: NormalizationConfig) -> NormalizedRewards:
+    """``normalize_columns`` for a batch whose groups and rollouts are known."""
+    return _logged(_normalized(columns, index, config, ()))
+
+
+def _logged(result: NormalizedRewards) -> NormalizedRewards:
+    for text in result.warnings:
+        logger.warning(text)
+    return result
+
+
+def _normalized(
+    columns: RolloutColumns, index: RolloutIndex, config: NormalizationConfig, warnings: Sequence[str]
+) -> NormalizedRewards:
     rewards = choose_rollout_rewards(columns, index, config)
     grouped = group_rewards(columns, index, rewards, config)
     advantages, moments = rollout_advantages(rewards, grouped, config)
     found = (*columns.notes, *warnings, *rewards.warnings, *_group_warnings(rewards, grouped, config))
-    for text in found:
-        logger.warning(text)
     return NormalizedRewards(columns, config, rewards, grouped, Advantages(advantages, moments), found)
-
-
-def _checked(config: NormalizationConfig | None) -> NormalizationConfig:
-    if config is None:
-        return _DEFAULTS
-    if not isinstance(config, NormalizationConfig):
-        raise ConfigError(
-            "config",
-            got=f"a value of type {type(config).__name__}",
-            expected="a NormalizationConfig",
-            reason="settings are checked when the config is made",
-            remedy="write NormalizationConfig(**settings), or NormalizationConfig.from_yaml(path)",
-        )
-    return config
 
 
 def _moved(columns: RolloutColumns, device: str) -> RolloutColumns:

@@ -6,9 +6,13 @@ Neither torch nor numpy is imported here: rows are read, filtered and printed wi
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from miles_norm.errors import SampleError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["AdapterRef", "RewardSpec", "Sample"]
 
@@ -101,8 +105,8 @@ class Sample:
     """Rollout of the row; None when it is the only one of its rollout."""
     prompt: str | list[dict[str, Any]] = ""
     """Text or chat messages."""
-    tokens: list[int] = field(default_factory=list)
-    """Ids of prompt and response."""
+    tokens: "list[int] | NDArray[np.integer[Any]]" = field(default_factory=list)
+    """Ids of prompt and response; like mask and log-probs a list or an array."""
     multimodal_inputs: dict[str, Any] | None = None
     """Images, video or audio of the prompt."""
     multimodal_train_inputs: dict[str, Any] | None = None
@@ -115,11 +119,11 @@ class Sample:
     """Reference answer."""
     reward: float | dict[str, Any] | None = None
     """Score, or named scores; None while unscored."""
-    loss_mask: list[int] | None = None
+    loss_mask: "list[int] | NDArray[np.integer[Any]] | None" = None
     """1 on each trainable response token, else 0; None makes all of them trainable."""
     weight_versions: list[str] = field(default_factory=list)
     """Policy version of each generation."""
-    rollout_log_probs: list[float] | None = None
+    rollout_log_probs: "list[float] | NDArray[np.floating[Any]] | None" = None
     """Log-probability of each response token under the policy that generated it."""
     rollout_routed_experts: Any = None
     """Experts chosen, int32 [T - 1, layers, top-k]."""

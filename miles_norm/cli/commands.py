@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 import miles_norm
-from miles_norm.cli.inputs import ADDED_KEYS, load, read_config
+from miles_norm.cli.audit_commands import audit, diff
+from miles_norm.cli.inputs import ADDED_KEYS, kept_warnings, load, read_config, read_settings
+from miles_norm.cli.options import Config, Dump, Json, Settings, Sizes
 from miles_norm.cli.output import check_output, write_output
 from miles_norm.cli.terminal import console_for, exit_codes, show_lines, show_warnings
 from miles_norm.cli.usage import FLAG, Command, Group
 from miles_norm.errors import ConfigError
+from miles_norm.pages import strict_json
 from miles_norm.storage.atomic import DUMP_ENDINGS, TRAIN_ENDINGS
 
 __all__ = ["app"]
@@ -27,37 +30,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: miles-norm normalize rollout_0.pt --set advantage_estimator=rloo",
 )
-
-Dump = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DUMP",
-        help="Rollout dump: Miles or slime .pt, .jsonl (.gz, .zst), .parquet, .safetensors. A row needs reward, "
-        "group_index, rollout_id or index, and loss_mask or response_length: see docs/semantics.md.",
-    ),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML file with settings, as miles-norm config prints them."),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="One setting, over those of --config, such as std_ddof=0 or options.whitening=rollout; may be repeated. "
-        "miles-norm config prints all of them.",
-    ),
-]
-Sizes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N,...",
-        help="Rows of each prompt group, such as 8,6,5,6; by default those that the dump's metadata records, "
-        "which 'none' ignores.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print one JSON object instead of text.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -110,7 +82,7 @@ def normalize(  # the command line is what the options are
         check_output(output, dump, DUMP_ENDINGS, force=force)
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
 
-    from miles_norm.cli.report import print_report, report_json, strict_json
+    from miles_norm.cli.report import print_report, report_json
 
     if as_json:
         report = strict_json(report_json(batch)) + "\n"
@@ -151,7 +123,6 @@ def explain(
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
 
     from miles_norm.cli.explanations import explanation_json, print_explanation, select
-    from miles_norm.cli.report import strict_json
 
     selection = select(batch.result, row, rollout, group)
     if as_json:
@@ -160,6 +131,14 @@ def explain(
     print_explanation(console_for(), batch, selection)
     sys.stdout.flush()
     show_warnings(console_for(stderr=True), batch.warnings)
+
+
+app.command(cls=Command, epilog="Example: miles-norm audit rollout_*.pt --config configs/grpo.yaml -o report.html")(
+    audit
+)
+app.command(cls=Command, epilog="Example: miles-norm diff configs/grpo.yaml configs/dr_grpo.yaml --dump rollout_0.pt")(
+    diff
+)
 
 
 @app.command(
@@ -223,13 +202,134 @@ def plan(
     )
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
     if as_json:
-        from miles_norm.cli.report import strict_json
-
         sys.stdout.write(strict_json(plan_json(batch, updates)) + "\n")
         return
     print_plan(console_for(), batch, updates)
     sys.stdout.flush()
     show_warnings(console_for(stderr=True), batch.warnings)
+
+
+EngineName = Annotated[
+    str, typer.Option("--engine", metavar="ENGINE", help="embedded (default): a tiny policy in this process; sglang.")
+]
+EngineUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="With --engine sglang: the server or router that samples.")
+]
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="Embedded: weights as .safetensors, by default untrained ones. sglang: the folder of the model, "
+        "for its tokenizer and chat template.",
+    ),
+]
+
+
+@app.command(cls=Command, epilog="Example: miles-norm serve --set port=8811 --set journal=sessions.journal")
+@exit_codes()
+def serve(
+    engine: EngineName = "embedded",
+    engine_url: EngineUrl = None,
+    model: Model = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings of the server.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="One setting, such as port=8811 or journal=sessions.journal; may be repeated. "
+            "docs/session_server.md lists all of them.",
+        ),
+    ] = None,
+) -> None:
+    """Serve sessions: an OpenAI endpoint for each rollout, which records its turns as training rows.
+
+    The key that requests must bear, if any, is taken from the environment variable MILES_NORM_API_KEY.
+    """
+    from miles_norm.cli.sessions import EngineChoice, api_key, run_server
+    from miles_norm.session.server.config import ServerConfig
+
+    given = read_settings(ServerConfig, config, settings or ())
+    given.setdefault("api_key", api_key())
+    run_server(console_for(stderr=True), EngineChoice(engine, engine_url, model), ServerConfig(**given))
+
+
+@app.command(
+    cls=Command, epilog="Example: miles-norm rollout --agent my_agent:solve --prompts prompts.jsonl -o rollout_0.jsonl"
+)
+@exit_codes()
+def rollout(  # the command line is what the options are
+    agent: Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="An async function, or FILE.py:FUNCTION.")],
+    prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines: texts, messages, or objects with prompt.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DUMP", help=".jsonl (.gz, .zst), .parquet, .pt or .safetensors."),
+    ],
+    n_samples_per_prompt: Annotated[int, typer.Option(metavar="N", help="Rollouts of each prompt.")] = 8,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A session server that runs; by default one is started for the command."),
+    ] = None,
+    engine: EngineName = "embedded",
+    engine_url: EngineUrl = None,
+    model: Model = None,
+    engine_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Wait so long for an engine that is still starting.")
+    ] = 60,
+    concurrency: Annotated[int, typer.Option(metavar="N", help="Rollouts at a time.")] = 64,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="End a rollout that takes longer; it counts as aborted.")
+    ] = None,
+    picker: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Which leaves become rows: drop_retries (a retried first turn stays: it may as well be a "
+            "sub-agent), keep_all.",
+        ),
+    ] = ("drop_retries"),
+    max_seq_len: Annotated[int | None, typer.Option(metavar="T", help="Most tokens of a row.")] = None,
+    request: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="For the agent's requests, such as temperature=0.7; may be repeated."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", metavar=FLAG, help="Replace DUMP if it exists.")] = False,
+) -> None:
+    """Run an agent on prompts and write the rows of its rollouts as a dump, ready for normalize."""
+    check_output(output, prompts, DUMP_ENDINGS, force=force)
+
+    from miles_norm.cli.sessions import (
+        EngineChoice,
+        api_key,
+        load_agent,
+        read_prompts,
+        request_kwargs,
+        roll_out,
+        show_rollouts,
+    )
+    from miles_norm.dumps import RolloutDump, write_dump
+    from miles_norm.session.rollout import RolloutOptions
+
+    options = RolloutOptions(
+        n_samples_per_prompt=n_samples_per_prompt,
+        concurrency=concurrency,
+        timeout_seconds=timeout,
+        picker=picker,  # type: ignore[arg-type]  # checked there
+        max_seq_len=max_seq_len,
+        api_key=api_key(),
+        request_kwargs=request_kwargs(request or ()),
+    )
+    with kept_warnings() as warnings:
+        choice = EngineChoice(engine, engine_url, model, engine_timeout)
+        rows = roll_out(load_agent(agent), read_prompts(prompts), options, server, choice)
+        write_dump(RolloutDump(samples=[row.to_dict() for row in rows]), output)
+    messages = console_for(stderr=True)
+    show_warnings(messages, warnings)
+    show_rollouts(messages, rows, output)
+    if all("error" in row.metadata for row in rows):
+        raise typer.Exit(2)  # nothing to train on
 
 
 def _check_selectors(row: int | None, rollout: str | None, group: str | None) -> None:

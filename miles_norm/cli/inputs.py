@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_norm.cli.waiting import bar, status
 from miles_norm.config import NormalizationConfig, parse_yaml
+from miles_norm.config.base import Config
 from miles_norm.errors import ConfigError, DumpError, GroupingError, SampleError
 
 if TYPE_CHECKING:
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
     from miles_norm.result import NormalizedRewards
     from miles_norm.storage.field_tables import FieldStream
 
-__all__ = ["ADDED_KEYS", "Batch", "group_sizes", "kept_warnings", "load", "read_config", "reading"]
+__all__ = [
+    "ADDED_KEYS",
+    "Batch",
+    "group_sizes",
+    "kept_warnings",
+    "load",
+    "parse_sizes",
+    "read_config",
+    "read_settings",
+    "reading",
+]
 
 _SIZES = "prompt_group_sizes"
 
@@ -43,15 +54,27 @@ class Batch:
 
 
 def read_config(path: Path | None, settings: Sequence[str]) -> NormalizationConfig:
+    """The settings of a normalization, on a device that exists.
+
+    Raises:
+        ConfigError: as ``read_settings``, or no such device.
+    """
+    config = NormalizationConfig(**read_settings(NormalizationConfig, path, settings))
+    if config.device is not None:
+        _check_device(config.device)
+    return config
+
+
+def read_settings(model: type[Config], path: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """The settings of a YAML file, and over them ``key=value`` texts whose values are YAML, in their order.
 
     ``options.whitening=rollout`` sets one field of a nested model, ``options={whitening: rollout}`` those that it
     names; the others stay as the file or an earlier text has them.
 
     Raises:
-        ConfigError: a file or value that does not fit, an unknown key, or a text without ``=``.
+        ConfigError: a file that cannot be read, a value that is no YAML, or a text without ``=``.
     """
-    given = {} if path is None else NormalizationConfig.read_yaml(path)
+    given = {} if path is None else model.read_yaml(path)
     for text in settings:
         key, separator, value = (part.strip() for part in text.partition("="))
         if not separator or not all(key.split(".")):
@@ -60,17 +83,14 @@ def read_config(path: Path | None, settings: Sequence[str]) -> NormalizationConf
                 got="no key=value",
                 expected="a field, an equals sign and a YAML value",
                 reason="every setting has a name",
-                remedy="write for example --set advantage_estimator=rloo or --set options.whitening=rollout; "
-                "`miles-norm config` prints every field",
+                remedy=f"write for example --set {next(iter(model.model_fields))}=VALUE; "
+                f"fields: {', '.join(model.model_fields)}",
             )
         nested = parse_yaml(value, f"--set {key}")
         for name in reversed(key.split(".")):
             nested = {name: nested}
         given = _merged(given, nested)
-    config = NormalizationConfig(**given)
-    if config.device is not None:
-        _check_device(config.device)
-    return config
+    return given
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +122,7 @@ def load(path: Path, config: NormalizationConfig, sizes: str | None) -> Batch:
         sizes: Rows per prompt group, separated by commas; ``none`` ignores those of the dump; None takes them.
     """
     if sizes is not None and sizes != "none":
-        _parse_sizes(sizes)  # refused before the file is read
+        parse_sizes(sizes)  # refused before the file is read
     taken: list[int] = []
     with kept_warnings() as about_file:
         columns, stream = _from_fields(path, config, taken) or _from_rows(path, config, taken)
@@ -188,11 +208,16 @@ def _noting(rows: Iterable[dict[str, Any]], taken: list[int]) -> Iterator[dict[s
 def group_sizes(path: Path, metadata: Mapping[str, Any], sizes: str | None) -> list[Any] | None:
     """Rows per prompt group: as the option gives them, else as the dump records them; ``none`` takes neither."""
     if sizes is not None:
-        return None if sizes == "none" else _parse_sizes(sizes)
+        return None if sizes == "none" else parse_sizes(sizes)
     return None if metadata.get(_SIZES) is None else _recorded_sizes(path, metadata[_SIZES])
 
 
-def _parse_sizes(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
+    """The numbers of ``--prompt-group-sizes``.
+
+    Raises:
+        ConfigError: something else than whole numbers separated by commas.
+    """
     try:
         return [int(size) for size in text.split(",")]
     except ValueError:

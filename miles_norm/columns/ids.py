@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 
-__all__ = ["IdColumn", "PairedIds", "RolloutList", "check_length", "encode_ids", "shared_tensor"]
+__all__ = ["IdColumn", "PairedIds", "RolloutList", "check_length", "encode_ids", "entries_of", "shared_tensor"]
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -108,7 +108,16 @@ def encode_ids(values: Any, name: str, rows: int, device: torch.device | None = 
         if numeric is not None:
             return numeric
         values = values.tolist()
-    values = list(values)
+    entries = entries_of(values)
+    if entries is None:
+        raise SampleError(
+            f"{name} column",
+            got=f"a value of type {type(values).__name__}",
+            expected=f"{rows} ids: a list, an array or a tensor",
+            reason="every column has one entry per row",
+            remedy="pass one id per row, in the order of the rows",
+        )
+    values = entries
     check_length(name, (len(values),), rows)
     kinds = set(map(type, values))
     if kinds == {int} and min(values) in _INT64 and max(values) + rows in _INT64:
@@ -197,6 +206,27 @@ def _numeric_ids(
         return IdColumn(codes)
     fresh = int(codes.max()) + 1 + torch.arange(rows, device=values.device)
     return IdColumn(torch.where(absent, fresh, codes), None, absent)
+
+
+def entries_of(values: Any) -> list[Any] | None:
+    """The entries of a list, a tuple, or whatever else has a length and an order; None if it has not.
+
+    Those of a one-dimensional tensor or array are Python's numbers, those of one with more dimensions its rows. A text,
+    a dict and a generator have none: there would be letters or keys, or nothing left the second time.
+
+    >>> entries_of((1, 2)), entries_of({1: 2}), entries_of("12"), entries_of(5)
+    ([1, 2], None, None, None)
+    """
+    if isinstance(values, Tensor | np.ndarray):
+        return None if values.ndim == 0 else values.tolist() if values.ndim == 1 else list(values)
+    kind = type(values)
+    if isinstance(values, Mapping | str | bytes | bytearray) or not hasattr(kind, "__getitem__"):
+        return None
+    try:
+        len(values)
+    except TypeError:
+        return None
+    return list(values)
 
 
 def shared_tensor(array: np.ndarray[Any, Any]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from miles_norm.loss.mask_weights import mask_loss_weights
 from miles_norm.loss.masses import update_masses
+from miles_norm.loss.plan import CarriedRollout, UpdatePlan
 from miles_norm.loss.policy import (
     Sequences,
     cispo_loss,
@@ -16,7 +17,7 @@ from miles_norm.loss.policy import (
 from miles_norm.loss.reduce import loss_factor, reduce_token_losses
 from miles_norm.loss.scaled_advantages import scale_advantages
 from miles_norm.loss.tokens import row_of_tokens
-from miles_norm.loss.updates import CarriedRollout, UpdatePlan, plan_updates
+from miles_norm.loss.updates import plan_updates
 from miles_norm.loss.weights import loss_weights
 
 __all__ = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from miles_norm.config import LossConfig
-from miles_norm.loss.updates import UpdatePlan
+from miles_norm.loss.checks import check_type
+from miles_norm.loss.plan import UpdatePlan
 from miles_norm.loss.weights import loss_weights
 
 __all__ = ["update_masses"]
@@ -26,12 +27,17 @@ def update_masses(plan: UpdatePlan, config: LossConfig | None = None) -> Tensor:
     Returns:
         float64 ``[U]``, one per update.
 
+    Raises:
+        SampleError: no plan.
+        ConfigError: no ``LossConfig``.
+
     >>> from miles_norm import RolloutColumns, UpdateConfig, normalize_columns, plan_updates
     >>> columns = RolloutColumns(group=[0] * 3, rollout=[0, 0, 1], reward=[1, 1, 0], trainable_tokens=[4, 4, 2])
     >>> plan = plan_updates(normalize_columns(columns), UpdateConfig(rollouts_per_update=1))
     >>> update_masses(plan).tolist(), update_masses(plan, LossConfig(divisor="trained_rows")).tolist()
     ([1.0, 1.0], [0.5, 1.0])
     """
+    check_type("plan", plan, UpdatePlan, "pass what plan_updates returned")
     result = plan.result
     mass = loss_weights(result, config, plan) * result.trainable_tokens
     # Rows in no update weigh 0, so any update does for them.

@@ -6,8 +6,9 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from miles_norm.errors import ConfigError
-from miles_norm.loss.tokens import spread_rows, trained_values
+from miles_norm.errors import ConfigError, shown
+from miles_norm.loss.checks import is_whole
+from miles_norm.loss.tokens import check_tokens, spread_rows, trained_values
 
 __all__ = ["Trainer", "loss_factor", "reduce_token_losses"]
 
@@ -25,22 +26,25 @@ def reduce_token_losses(token_losses: Tensor, weights: Tensor, mask: Tensor, *, 
     Args:
         token_losses: Padded ``[N, T]`` or packed ``[T]``; a micro-batch may be empty.
         weights: Of the rows of the micro-batch ``[N]``, of ``loss_weights``.
-        mask: 1 on trainable tokens.
+        mask: 1 on trainable tokens; masked losses, and weights of rows that are masked as a whole, may hold anything.
         rows: The row of each packed token ``[T]`` (``row_of_tokens``).
 
     Returns:
-        A scalar, float32 at least.
+        A scalar, float32 at least. On another device than the CPU, where a check would make the host wait, NaN where a
+        trainable token has a loss or a weight that is NaN, infinite, or a weight below 0.
 
     Raises:
-        SampleError: shapes that do not fit.
+        SampleError: tensors that do not fit; on the CPU also such values and rows out of range, all named.
 
     >>> import torch
     >>> losses, mask = torch.tensor([[1.0, 2.0], [4.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
     >>> float(reduce_token_losses(losses, torch.tensor([0.25, 0.5]), mask))  # (1 + 2) / 4 + 4 / 2
     2.75
     """
-    (losses,) = trained_values(token_losses, mask)
-    return (spread_rows(weights.to(losses), losses, rows) * losses).sum()
+    check_tokens("token_losses", token_losses)
+    weight_of_tokens = spread_rows(weights, token_losses, rows)
+    losses, weight = trained_values(mask, token_losses=token_losses, weights=weight_of_tokens)
+    return (weight * losses).sum()
 
 
 def loss_factor(
@@ -82,39 +86,37 @@ def loss_factor(
         reported_tokens: megatron_per_token: sum of the token counts that all ranks return for all micro-batches.
 
     Raises:
-        ConfigError: another trainer; a size below 1; ``reported_tokens`` missing, or given to another trainer.
+        ConfigError: another trainer; a size that is no whole number from 1 on; ``reported_tokens`` missing, or given to
+            another trainer.
 
     >>> loss_factor("ddp", data_parallel=8)
     8
     >>> loss_factor("megatron", data_parallel=4, context_parallel=2, micro_batches=3)
     24
     """
+    if not isinstance(trainer, str) or trainer not in get_args(Trainer):
+        known = ", ".join(get_args(Trainer))
+        raise _wrong_setting("trainer", shown(trainer), known, "name the one that reduces the gradients")
     _check_sizes(data_parallel=data_parallel, context_parallel=context_parallel, micro_batches=micro_batches)
     if (reported_tokens is not None) != (trainer == "megatron_per_token"):
         raise _wrong_setting(
             "reported_tokens",
-            f"{reported_tokens} with trainer={trainer!r}",
+            f"{shown(reported_tokens)} with trainer={shown(trainer)}",
             "a number with megatron_per_token, and with it only",
             "set calculate_per_token_loss as the trainer has it",
         )
-    group = data_parallel * context_parallel
-    match trainer:
-        case "ddp" | "fsdp":
-            return group
-        case "accelerate" | "megatron":
-            return group * micro_batches
-        case "megatron_per_token":
-            _check_sizes(reported_tokens=reported_tokens or 0)
-            return reported_tokens or 0
-    raise _wrong_setting(
-        "trainer", repr(trainer), ", ".join(get_args(Trainer)), "name the one that reduces the gradients"
-    )
+    if reported_tokens is not None:
+        _check_sizes(reported_tokens=reported_tokens)
+        return int(reported_tokens)
+    group = int(data_parallel) * int(context_parallel)
+    return group if trainer in ("ddp", "fsdp") else group * int(micro_batches)
 
 
-def _check_sizes(**sizes: int) -> None:
+def _check_sizes(**sizes: object) -> None:
     for name, size in sizes.items():
-        if size < 1:
-            raise _wrong_setting(name, str(size), "at least 1", "count this rank and this micro-batch too")
+        if not is_whole(size, low=1):
+            remedy = "count this rank and this micro-batch too; of a tensor pass int(tensor)"
+            raise _wrong_setting(name, shown(size), "a whole number, at least 1", remedy)
 
 
 def _wrong_setting(name: str, got: str, expected: str, remedy: str) -> ConfigError:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -14,109 +10,13 @@ from torch import Tensor
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import UpdateConfig
 from miles_norm.counting import Exclusion
-from miles_norm.errors import SampleError, format_rows
-from miles_norm.normalize import normalize_columns
+from miles_norm.errors import ConfigError, shown
+from miles_norm.loss.checks import check_type, is_whole
+from miles_norm.loss.plan import UpdatePlan
+from miles_norm.normalize import normalize_grouped
 from miles_norm.result import NormalizedRewards
 
-__all__ = ["CarriedRollout", "UpdatePlan", "plan_updates"]
-
-
-@dataclass(frozen=True)
-class CarriedRollout:
-    """A rollout that is trained together with the next batch, with the advantage it has now."""
-
-    rows: tuple[int, ...]
-    rollout_id: Hashable
-    group_key: tuple[Hashable, ...]
-    """Unlike the key of any group of another batch, so that it is never normalized together with one."""
-    advantage: float
-
-
-@dataclass(frozen=True, eq=False)
-class UpdatePlan:
-    """Which rows each optimizer step holds."""
-
-    config: UpdateConfig
-    result: NormalizedRewards
-    """What the plan was made for; under ``order="drop_first"`` normalized anew over the rows that are left."""
-    row_update: Tensor
-    """int64 ``[N]``: the update of each row, -1 for rows that are in none."""
-    dropped_rollouts: list[int]
-    """Counted rollouts that lost all their rows."""
-    carried_rollouts: list[int]
-    """Counted rollouts that wait for the next batch."""
-    partly_dropped_rollouts: list[int]
-    """Rollouts that lost some of their rows; only under ``unit="rows"``."""
-    step: int
-
-    @cached_property
-    def num_updates(self) -> int:
-        """Number of optimizer steps."""
-        return int(self.row_update.max()) + 1
-
-    @cached_property
-    def updates(self) -> list[list[int]]:
-        """Rows of each update, ascending."""
-        order = torch.sort(self.row_update, stable=True).indices
-        order = order[self.row_update[order] >= 0]
-        sizes = torch.bincount(self.row_update[order], minlength=self.num_updates)
-        return [part.tolist() for part in order.split(sizes.tolist())]
-
-    @property
-    def carried(self) -> list[CarriedRollout]:
-        """Everything that is needed to train the carried rollouts later."""
-        index = self.result.index
-        return [
-            CarriedRollout(
-                rows=tuple(index.rows_of_rollout(rollout)),
-                rollout_id=index.rollout_ids[rollout],
-                group_key=("carried", self.step, index.group_ids[int(index.rollout_group[rollout])]),
-                advantage=float(self.result.rollout_advantages[rollout]),
-            )
-            for rollout in self.carried_rollouts
-        ]
-
-    def micro_batches(self, lengths: Sequence[int] | Tensor) -> list[list[list[int]]]:
-        """Cut each update into micro-batches of at most ``max_tokens_per_gpu`` tokens: first fit, longest rows first.
-
-        Siblings may sit in different micro-batches: weights belong to rows, so the sum over all of them is the loss of
-        the update.
-
-        Args:
-            lengths: Tokens of each row, prompt and response ``[N]``.
-
-        Raises:
-            SampleError: another number of lengths than rows, a length that is not a whole number from 0 on, or a row
-                longer than the budget; all are named.
-        """
-        sizes = _whole_lengths(lengths)
-        if len(sizes) != len(self.row_update):
-            raise _wrong_lengths("lengths", f"{len(sizes)} lengths for {len(self.row_update)} rows", ())
-        budget = self.config.max_tokens_per_gpu
-        if budget is None:
-            return [[rows] for rows in self.updates]
-        long = [row for rows in self.updates for row in rows if sizes[row] > budget]
-        if long:
-            got = ", ".join(f"row {row}: {sizes[row]} tokens" for row in long[:10])
-            raise _wrong_lengths(f"length of {format_rows(long)}", f"{got}, with max_tokens_per_gpu={budget}", long)
-        return [_first_fit(rows, sizes, budget) for rows in self.updates]
-
-    def report(self) -> str:
-        """Rows and rollouts of each update, and what is in none."""
-        index = self.result.index
-        lines = []
-        for number, rows in enumerate(self.updates):
-            rollouts = len(set(index.row_rollout[rows].tolist()))
-            tokens = int(self.result.trainable_tokens[rows].sum())
-            counts = ((rollouts, "rollout"), (len(rows), "row"), (tokens, "trainable token"))
-            counted = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
-            lines.append(f"update {number}: {counted}")
-        for name in ("dropped", "carried", "partly_dropped"):
-            rollouts_in_none: list[int] = getattr(self, f"{name}_rollouts")
-            if rollouts_in_none:
-                ids = [index.rollout_ids[rollout] for rollout in rollouts_in_none]
-                lines.append(f"{name.replace('_', ' ')}: {format_rows(ids, 'rollout')}")
-        return "\n".join(lines)
+__all__ = ["counted_rows", "plan_updates"]
 
 
 def plan_updates(result: NormalizedRewards, config: UpdateConfig | None = None, *, step: int = 0) -> UpdatePlan:
@@ -131,10 +31,17 @@ def plan_updates(result: NormalizedRewards, config: UpdateConfig | None = None, 
     ``max_updates`` of these; rows of groups whose rewards are all equal go first, others at random. This is the rule of
     verl's mini-batches and of Agent Lightning, with its counts but not its random picks; it splits rollouts over
     updates and drops parts of them. ``order="drop_first"`` computes the advantages of what is left, as Agent Lightning
-    does.
+    does. A rollout that counts no more in it, such as one whose group became smaller than ``min_group_size``, is
+    dropped too, so that the last update may be smaller.
 
     Args:
+        result: Of ``normalize_rewards``.
+        config: Defaults to ``UpdateConfig()``: all counted rollouts in one update.
         step: Number of the batch; makes the group keys of carried rollouts unlike those of other batches.
+
+    Raises:
+        SampleError: no result.
+        ConfigError: no ``UpdateConfig``, or a step that is no whole number.
 
     Why whole rollouts: a row that is dropped takes its tokens out of the rollout's mean, and a rollout that is split is
     trained on two policies.
@@ -144,16 +51,28 @@ def plan_updates(result: NormalizedRewards, config: UpdateConfig | None = None, 
     >>> plan_updates(normalize_columns(columns), UpdateConfig(rollouts_per_update=2)).updates
     [[0, 1, 2], [3]]
     """
-    config = config or UpdateConfig()
+    check_type("result", result, NormalizedRewards, "pass what normalize_rewards returned")
+    config = UpdateConfig.checked(config)
+    if not is_whole(step):
+        raise ConfigError(
+            "step of plan_updates",
+            got=shown(step),
+            expected="a whole number from 0 on",
+            reason="it is a part of the group keys of carried rollouts",
+            remedy="pass the number of the batch",
+        )
     if config.unit == "rows":
         return _plan_rows(result, config, step)
     return _plan_rollouts(result, config, step)
 
 
-def _trainable_rows(result: NormalizedRewards) -> Tensor:
-    """bool ``[N]``: rows of counted rollouts, padding aside."""
-    rows = result.counted_rollouts[result.index.row_rollout]
-    return rows if result.columns.padding is None else rows & ~result.columns.padding
+def counted_rows(result: NormalizedRewards) -> Tensor | None:
+    """bool ``[N]``: rows of counted rollouts, padding aside; None if these are all rows."""
+    padding = result.columns.padding
+    if result.exclusion is None:
+        return None if padding is None else ~padding
+    rows = result.counted_rollouts.index_select(0, result.index.row_rollout)
+    return rows if padding is None else rows & ~padding
 
 
 def _plan_rollouts(result: NormalizedRewards, config: UpdateConfig, step: int) -> UpdatePlan:
@@ -166,11 +85,11 @@ def _plan_rollouts(result: NormalizedRewards, config: UpdateConfig, step: int) -
     if config.leftover != "smaller_update" and len(counted) % size:
         left = counted[len(counted) - len(counted) % size :].tolist()
         update[left] = -1
-    row_update = torch.where(_trainable_rows(result), update[index.row_rollout], -1)
+    row_update, rows = update[index.row_rollout], counted_rows(result)
     return UpdatePlan(
         config=config,
         result=result,
-        row_update=row_update,
+        row_update=row_update if rows is None else row_update.masked_fill(~rows, -1),
         dropped_rollouts=left if config.leftover == "drop" else [],
         carried_rollouts=left if config.leftover == "carry" else [],
         partly_dropped_rollouts=[],
@@ -180,28 +99,35 @@ def _plan_rollouts(result: NormalizedRewards, config: UpdateConfig, step: int) -
 
 def _plan_rows(result: NormalizedRewards, config: UpdateConfig, step: int) -> UpdatePlan:
     index, size = result.index, config.rows_per_update or 1
-    rows: list[int] = torch.nonzero(_trainable_rows(result))[:, 0].tolist()
+    rows = _row_numbers(result)
     keep = len(rows) // size * size
     if config.max_updates is not None:
         keep = min(keep, size * config.max_updates)
     dropped = _rows_to_drop(result, rows, len(rows) - keep, config.seed)
-    gone = torch.zeros(index.num_rows, dtype=torch.bool, device=index.row_rollout.device)
-    gone[dropped] = True
-    without = set(dropped)
-    kept = [row for row in rows if row not in without]
+    planned, kept = result, sorted(set(rows).difference(dropped))
+    if config.order == "drop_first" and dropped:
+        planned = _normalized_without(result, dropped)
+        kept = _row_numbers(planned)
     row_update = torch.full_like(index.row_rollout, -1)
     row_update[kept] = torch.arange(len(kept), device=row_update.device) // size
-    lost = set(index.row_rollout[dropped].tolist())
+    lost = set(index.row_rollout[sorted(set(rows).difference(kept))].tolist())
     left = set(index.row_rollout[kept].tolist())
     return UpdatePlan(
         config=config,
-        result=_normalized_without(result, gone) if config.order == "drop_first" and dropped else result,
+        result=planned,
         row_update=row_update,
         dropped_rollouts=sorted(lost - left),
         carried_rollouts=[],
         partly_dropped_rollouts=sorted(lost & left),
         step=step,
     )
+
+
+def _row_numbers(result: NormalizedRewards) -> list[int]:
+    """The numbers of ``counted_rows``."""
+    rows = counted_rows(result)
+    numbers: list[int] = list(range(result.index.num_rows)) if rows is None else torch.nonzero(rows)[:, 0].tolist()
+    return numbers
 
 
 def _rows_to_drop(result: NormalizedRewards, rows: list[int], number: int, seed: int) -> list[int]:
@@ -215,14 +141,12 @@ def _rows_to_drop(result: NormalizedRewards, rows: list[int], number: int, seed:
     return sorted((first + rest)[:number])
 
 
-def _normalized_without(result: NormalizedRewards, gone: Tensor) -> NormalizedRewards:
-    """The result for the rows that are left: the others enter nothing, as padding does."""
+def _normalized_without(result: NormalizedRewards, gone: list[int]) -> NormalizedRewards:
+    """The result for the rows that are left, in the same groups: the others enter nothing, as padding does."""
     columns = result.columns
-    padding = gone if columns.padding is None else columns.padding | gone
-    sizes = None
-    if result.index.group_source in ("prompt_group_sizes", "nesting"):
-        sizes = torch.bincount(result.index.row_group, minlength=result.index.num_groups)
-    left = normalize_columns(_with_padding(columns, padding), result.config, sizes)
+    padding = torch.zeros_like(columns.reward, dtype=torch.bool) if columns.padding is None else columns.padding.clone()
+    padding[gone] = True
+    left = normalize_grouped(_with_padding(columns, padding), result.index, result.config)
     if result.exclusion is None:
         return left
     # What a filter took out is in no update, so it stays out; the first reason that applied stays the reason.
@@ -237,38 +161,3 @@ def _with_padding(columns: RolloutColumns, padding: Tensor) -> RolloutColumns:
         setattr(changed, name, getattr(columns, name))
     changed.padding = padding
     return changed
-
-
-def _first_fit(rows: list[int], sizes: list[int], budget: int) -> list[list[int]]:
-    batches: list[list[int]] = []
-    free: list[int] = []
-    for row in sorted(rows, key=lambda row: -sizes[row]):
-        fitting = next((n for n, room in enumerate(free) if room >= sizes[row]), None)
-        if fitting is None:
-            batches.append([row])
-            free.append(budget - sizes[row])
-        else:
-            batches[fitting].append(row)
-            free[fitting] -= sizes[row]
-    return batches
-
-
-def _whole_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
-    given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    bad = [row for row, length in enumerate(given) if not isinstance(length, Integral) or length < 0]
-    if bad:
-        raise _wrong_lengths(
-            f"length of {format_rows(bad)}", ", ".join(f"row {row}: {given[row]!r}" for row in bad[:10]), bad
-        )
-    return [int(length) for length in given]
-
-
-def _wrong_lengths(subject: str, got: str, rows: Sequence[int]) -> SampleError:
-    return SampleError(
-        subject,
-        got=got,
-        expected="the tokens of each row, prompt and response, within the budget of a micro-batch",
-        reason="a micro-batch must fit the memory of one device, and a row cannot be split",
-        remedy="raise max_tokens_per_gpu, or cut the row before it is trained",
-        rows=rows,
-    )

@@ -6,14 +6,17 @@ packing.
 
 from __future__ import annotations
 
-from functools import cached_property, reduce
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from miles_norm.config import LossConfig
-from miles_norm.errors import SampleError
-from miles_norm.loss.updates import UpdatePlan
+from miles_norm.errors import SampleError, format_rows
+from miles_norm.loss.checks import check_type
+from miles_norm.loss.plan import UpdatePlan
+from miles_norm.loss.updates import counted_rows
 from miles_norm.result import NormalizedRewards
 
 __all__ = ["loss_weights"]
@@ -47,30 +50,35 @@ def loss_weights(result: NormalizedRewards, config: LossConfig | None = None, pl
         rows where there is no token at all.
 
     Raises:
-        SampleError: a plan for another number of rows.
+        SampleError: no result, no plan, or a plan for other rows: for another batch, or for this one before a filter or
+            ``drop_first`` took rows out.
+        ConfigError: no ``LossConfig``.
 
     >>> from miles_norm import RolloutColumns, normalize_columns
     >>> columns = RolloutColumns(group=[0, 0, 0], rollout=[0, 0, 1], reward=[1, 1, 0], trainable_tokens=[4, 4, 2])
     >>> loss_weights(normalize_columns(columns)).tolist()
     [0.0625, 0.0625, 0.25]
     """
-    config = config or LossConfig()
+    check_type("result", result, NormalizedRewards, "pass what normalize_rewards returned, or plan.result")
+    config = LossConfig.checked(config)
     if plan is not None:
+        check_type("plan", plan, UpdatePlan, "pass what plan_updates returned")
         _check_plan(plan, result)
     counts = _Counts(result, config, plan)
     match config.aggregation:
         case "token_mean":
             denominator = counts.tokens_in_scope
         case "sample_mean":
-            denominator = counts.rows * counts.tokens
+            denominator = counts.rows.to(torch.float64) * counts.tokens
         case "rollout_mean":
-            denominator = counts.divisor * counts.tokens_of_rollout
+            denominator = counts.divisor.to(torch.float64) * counts.tokens_of_rollout
         case "rollout_row_mean":
-            denominator = counts.rollouts * counts.rows_of_rollout * counts.tokens
+            denominator = counts.rollouts.to(torch.float64) * counts.rows_of_rollout * counts.tokens
         case "prompt_mean":
-            denominator = counts.groups * counts.tokens_of_group
+            denominator = counts.groups.to(torch.float64) * counts.tokens_of_group
         case "constant":
-            denominator = counts.rollouts * (config.max_tokens or 1)
+            denominator = counts.rollouts.to(torch.float64) * (config.max_tokens or 1)
+    # Products of counts are taken in float64: in int64 those of a long batch could overflow.
     return torch.where(counts.tokens > 0, 1.0 / denominator.to(torch.float64), 0.0)
 
 
@@ -177,31 +185,48 @@ class _Counts:
 
 
 def _kept_rows(result: NormalizedRewards, plan: UpdatePlan | None) -> Tensor | None:
-    """bool ``[N]``: rows of counted rollouts that are no padding and in an update; None for all rows."""
-    parts = []
-    if result.exclusion is not None:
-        parts.append(result.counted_rollouts.index_select(0, result.index.row_rollout))
-    if result.columns.padding is not None:
-        parts.append(~result.columns.padding)
-    if plan is not None:
-        parts.append(plan.row_update >= 0)
-    return reduce(torch.logical_and, parts) if parts else None
+    """bool ``[N]``: counted rows that are in an update; None for all rows."""
+    rows = counted_rows(result)
+    if plan is None:
+        return rows
+    planned = plan.row_update >= 0
+    return planned if rows is None else rows & planned
 
 
 def _check_plan(plan: UpdatePlan, result: NormalizedRewards) -> None:
-    rows = result.index.num_rows
-    # Copies of a result share its index; comparing two would wait for the device.
-    same = plan.result.index is result.index
-    if not same and len(plan.row_update) == rows:
-        same = torch.equal(plan.result.index.row_rollout, result.index.row_rollout)
-    if not same:
-        raise SampleError(
-            "update plan",
-            got=f"a plan for {len(plan.row_update)} rows and {plan.result.index.num_rollouts} rollouts, not these",
-            expected=f"one for the {rows} rows of the result, which are {result.index.num_rollouts} rollouts",
-            reason="the plan says which update each row is in",
-            remedy="call plan_updates with this result",
+    theirs = plan.result
+    if theirs is result:  # comparing two would wait for the device
+        return
+    index, rows = theirs.index, result.index.num_rows
+    if index.num_rows != rows or not torch.equal(index.row_rollout, result.index.row_rollout):
+        raise _wrong_plan(
+            f"a plan for {index.num_rows} rows and {index.num_rollouts} rollouts, not these",
+            f"one for the {rows} rows of the result, which are {result.index.num_rollouts} rollouts",
         )
+    other_tokens = theirs.trainable_tokens != result.trainable_tokens
+    other = torch.nonzero(other_tokens | (_counted_or_all(theirs) != _counted_or_all(result)))[:, 0].tolist()
+    if other:
+        raise _wrong_plan(
+            f"a plan for a result that differs in what counts or trains, on {format_rows(other)}",
+            "the result that the plan was made for, plan.result",
+            other,
+        )
+
+
+def _counted_or_all(result: NormalizedRewards) -> Tensor:
+    rows = counted_rows(result)
+    return torch.ones_like(result.trained_rows) if rows is None else rows
+
+
+def _wrong_plan(got: str, expected: str, rows: Sequence[int] = ()) -> SampleError:
+    return SampleError(
+        "update plan",
+        got=got,
+        expected=expected,
+        reason="the plan says which update each row is in, and the weights count what it keeps",
+        remedy="call plan_updates with this result after every filter; under drop_first pass plan.result",
+        rows=rows,
+    )
 
 
 def _scopes(result: NormalizedRewards, config: LossConfig, plan: UpdatePlan | None) -> tuple[Tensor | None, int]:

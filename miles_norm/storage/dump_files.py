@@ -14,10 +14,15 @@ from miles_norm.storage.cells import NotPlainRowsError, decode_cells, encode_cel
 from miles_norm.storage.dtypes import COLUMN_DTYPES
 from miles_norm.storage.parquet_file import foreign_rows, load_row_groups, parquet_head, save_parquet
 from miles_norm.storage.plain_values import NotPlainError
-from miles_norm.storage.safetensors_file import load_safetensors, save_safetensors
+from miles_norm.storage.safetensors_file import (
+    load_safetensors,
+    safetensors_from_bytes,
+    safetensors_to_bytes,
+    save_safetensors,
+)
 from miles_norm.storage.table import StoredColumn, StoredTable, reading
 
-__all__ = ["load_rows", "save_rows", "stream_rows"]
+__all__ = ["load_rows", "rows_from_bytes", "rows_to_bytes", "save_rows", "stream_rows"]
 
 Progress = Callable[[int, int], None]
 Dump = tuple[Any, Any, Any]
@@ -40,10 +45,41 @@ def save_rows(
         NotPlainError: the same in the metadata.
         MissingDependencyError: without the package pyarrow or safetensors.
     """
+    if suffix == ".parquet":
+        save_parquet(_to_table(rows, rollout_id, metadata, apart=False), file)
+    else:
+        save_safetensors(_to_table(rows, rollout_id, metadata, apart=True), file)
+
+
+def rows_to_bytes(rows: Sequence[dict[str, Any]], metadata: dict[str, Any]) -> bytes:
+    """What ``save_rows`` writes into a ``.safetensors`` file; there may be no rows.
+
+    Raises:
+        NotPlainRowsError, NotPlainError, MissingDependencyError: as there.
+    """
+    return safetensors_to_bytes(_to_table(rows, None, metadata, apart=True))
+
+
+def rows_from_bytes(data: bytes, subject: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and metadata of a ``.safetensors`` file.
+
+    Raises:
+        DumpError: bytes that are damaged or of another kind.
+        MissingDependencyError: without the package safetensors.
+    """
+    with reading(subject):
+        rows, _, metadata = safetensors_from_bytes(data, "rollout_dump", subject, _rows_of)
+        return rows, metadata
+
+
+def _to_table(
+    rows: Sequence[dict[str, Any]], rollout_id: int | None, metadata: dict[str, Any], *, apart: bool
+) -> StoredTable:
+    """The table of a dump; with ``apart``, tensors inside JSON stand beside the columns."""
     tensors: list[Tensor] = []
 
     def keep(tensor: Tensor) -> int | None:
-        if suffix != ".safetensors" or tensor.dtype not in COLUMN_DTYPES.values():
+        if not apart or tensor.dtype not in COLUMN_DTYPES.values():
             return None
         tensors.append(tensor)
         return len(tensors) - 1
@@ -70,11 +106,7 @@ def save_rows(
         text = typed_json.dumps(head, keep)
     except (TypeError, RecursionError) as error:
         raise NotPlainError(f"'metadata': {error}") from error
-    table = StoredTable("rollout_dump", len(rows), columns, text, tensors)
-    if suffix == ".parquet":
-        save_parquet(table, file)
-    else:
-        save_safetensors(table, file)
+    return StoredTable("rollout_dump", len(rows), columns, text, tensors)
 
 
 def load_rows(path: Path, suffix: str, subject: str, progress: Progress | None = None) -> Dump:

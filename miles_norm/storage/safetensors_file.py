@@ -1,7 +1,8 @@
-"""Tables as safetensors files: a few flat tensors per column, which are mapped into memory, not read."""
+"""Tables as safetensors: a few flat tensors per column; those of a file are mapped into memory, not read."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from miles_norm.errors import MissingDependencyError
 from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
 
-__all__ = ["kept_tensor", "load_safetensors", "save_safetensors"]
+__all__ = ["kept_tensor", "load_safetensors", "safetensors_from_bytes", "safetensors_to_bytes", "save_safetensors"]
 
 _LAYOUT, _HEAD = "miles_norm", "head"
 
@@ -30,6 +31,27 @@ def save_safetensors(table: StoredTable, file: BinaryIO) -> None:
         MissingDependencyError: the package safetensors is not installed.
     """
     package = _safetensors()
+    tensors, layout = _tensors(table)
+    try:
+        package.torch.save_file(tensors, os.fspath(file.name), {_LAYOUT: layout})
+    except package.SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def safetensors_to_bytes(table: StoredTable) -> bytes:
+    """What ``save_safetensors`` writes.
+
+    Raises:
+        MissingDependencyError: the package safetensors is not installed.
+    """
+    package = _safetensors()
+    tensors, layout = _tensors(table)
+    data: bytes = package.torch.save(tensors, {_LAYOUT: layout})
+    return data
+
+
+def _tensors(table: StoredTable) -> tuple[dict[str, Tensor], str]:
+    """All tensors of a table, and its layout."""
     layout = Layout.of(table)
     head = np.frombuffer(bytearray(table.head.encode("ascii")), np.uint8)
     tensors: dict[str, Tensor] = {_HEAD: torch.from_numpy(head)}
@@ -37,10 +59,7 @@ def save_safetensors(table: StoredTable, file: BinaryIO) -> None:
         parts = {"values": column.values, "offsets": column.offsets, "valid": column.valid}
         tensors.update({f"{one.field}.{part}": value for part, value in parts.items() if value is not None})
     tensors.update({f"tensor.{number}": value for number, value in enumerate(table.tensors)})
-    try:
-        package.torch.save_file(_apart(tensors), os.fspath(file.name), {_LAYOUT: layout.text()})
-    except package.SafetensorError as error:
-        raise OSError(str(error)) from error
+    return _apart(tensors), layout.text()
 
 
 def load_safetensors(
@@ -59,28 +78,52 @@ def load_safetensors(
         finish: Turns the table into its result.
     """
     with _safetensors().safe_open(os.fspath(path), framework="pt") as file:
-        text = (file.metadata() or {}).get(_LAYOUT)
-        if text is None:
-            refuse(
-                subject, "a safetensors file that this library did not write", "read it with the program that wrote it"
-            )
-        layout = read_layout(text, kind, subject)
-        present = set(file.keys())
+        return finish(_table((file.metadata() or {}).get(_LAYOUT), file.keys(), file.get_tensor, kind, subject, names))
 
-        def tensor(name: str) -> Tensor | None:
-            return _sound(file.get_tensor(name)) if name in present else None
 
-        columns = []
-        for one in layout.columns:
-            if names is None or one.name in names:
-                values, offsets = file.get_tensor(f"{one.field}.values"), tensor(f"{one.field}.offsets")
-                if one.ragged != (offsets is not None):
-                    raise ValueError(f"column {one.name!r:.50} with offsets that do not fit its kind")
-                columns.append(one.column(_sound(values), offsets, tensor(f"{one.field}.valid"), layout.num_rows))
-        head = str(file.get_tensor(_HEAD).numpy().tobytes(), "ascii")
-        return finish(StoredTable(
-            kind, layout.num_rows, columns, head, kept=lambda number: _sound(file.get_tensor(f"tensor.{number}"))
-        ))  # fmt: skip
+def safetensors_from_bytes(data: bytes, kind: str, subject: str, finish: Callable[[StoredTable], Any]) -> Any:
+    """``load_safetensors`` for bytes, of which the tensors are copies."""
+    tensors = _safetensors().torch.load(data)
+    # The package checked the header, but hands out the tensors only.
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    layout = header.get("__metadata__", {}).get(_LAYOUT)
+    return finish(_table(layout, tensors, tensors.__getitem__, kind, subject, None))
+
+
+def _table(
+    text: str | None,
+    present: Collection[str],
+    get: Callable[[str], Tensor],
+    kind: str,
+    subject: str,
+    names: Collection[str] | None,
+) -> StoredTable:
+    """The table in a set of tensors.
+
+    Args:
+        text: The layout, if there is one.
+        present: Names of the tensors.
+        get: Finds one by its name.
+        kind: Of table that is expected.
+        subject: What errors are about.
+        names: Columns to load; all by default.
+    """
+    if text is None:
+        refuse(subject, "a safetensors file that this library did not write", "read it with the program that wrote it")
+    layout, present = read_layout(text, kind, subject), set(present)
+
+    def tensor(name: str) -> Tensor | None:
+        return _sound(get(name)) if name in present else None
+
+    columns = []
+    for one in layout.columns:
+        if names is None or one.name in names:
+            values, offsets = get(f"{one.field}.values"), tensor(f"{one.field}.offsets")
+            if one.ragged != (offsets is not None):
+                raise ValueError(f"column {one.name!r:.50} with offsets that do not fit its kind")
+            columns.append(one.column(_sound(values), offsets, tensor(f"{one.field}.valid"), layout.num_rows))
+    head = str(get(_HEAD).numpy().tobytes(), "ascii")
+    return StoredTable(kind, layout.num_rows, columns, head, kept=lambda number: _sound(get(f"tensor.{number}")))
 
 
 def kept_tensor(path: Path, number: int) -> Tensor:

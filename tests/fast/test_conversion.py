@@ -2,40 +2,29 @@
 
 import copy
 import functools
-import json
 from collections import UserDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden_dumps import GOLDEN, dump_of
 
 from miles_norm import (
     LossConfig,
     NormalizationConfig,
-    RolloutDump,
     Sample,
     convert_samples_to_train_data,
     loss_weights,
     normalize_rewards,
-    read_dump,
 )
 from miles_norm.conversion import train_data_from_result
 from miles_norm.errors import SampleError
 from miles_norm.train_data import TrainData
 
-DATA = Path(__file__).parent / "data"
-EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
-GOLDEN = json.loads((DATA / "golden.json").read_text(encoding="utf-8"))["files"]
 MILES_DUMPS = ["miles_session_v2.pt", "miles_mainstream.pt", "miles_multi_lora.pt"]
 
 Row = dict[str, Any]
-
-
-@functools.cache
-def dump_of(name: str) -> RolloutDump:
-    return read_dump((EXAMPLES if name == "miles_session_v2.pt" else DATA) / name)
 
 
 @functools.cache

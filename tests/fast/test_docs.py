@@ -23,8 +23,9 @@ def printed_by(path: Path) -> str:
     return output.getvalue()
 
 
-def test_readme_example_is_the_shipped_example_and_prints_what_it_shows() -> None:
-    example = ROOT / "examples" / "unequal_fan_out.py"
+@pytest.mark.parametrize("name", ["unequal_fan_out.py", "record_sessions.py"])
+def test_readme_example_is_the_shipped_example_and_prints_what_it_shows(name: str) -> None:
+    example = ROOT / "examples" / name
     code = example.read_text(encoding="utf-8").split('"""\n\n', 1)[1]
     assert f"```python\n{code}```" in README
     assert f"```text\n{printed_by(example)}```" in README

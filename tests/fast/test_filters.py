@@ -127,3 +127,8 @@ def test_components_that_differ_are_a_signal_although_their_sum_does_not() -> No
 def test_incomplete_groups_need_a_size() -> None:
     with pytest.raises(ConfigError, match="incomplete_groups=True without n_samples_per_prompt"):
         filter_rollouts(result(), FilterConfig(incomplete_groups=True))
+
+
+def test_another_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)a value of type NormalizationConfig\n.*a FilterConfig"):
+        filter_rollouts(normalize_rewards(ROWS[:3]), NormalizationConfig())  # type: ignore[arg-type]

@@ -4,40 +4,17 @@ Miles is run with its mainstream rule (``miles_pr2369``) and without (``miles_he
 forms groups by counting rows, so it agrees where every rollout has one row, and differs elsewhere.
 """
 
-import functools
-import json
 import math
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from golden_dumps import GOLDEN, LAYOUT, POLICY, VARIANTS, dump_of
 
-from miles_norm import NormalizationConfig, RolloutDump, normalize_rewards, read_dump
+from miles_norm import NormalizationConfig, normalize_rewards
 from miles_norm.errors import DisagreeingRewardsError
-
-DATA = Path(__file__).parent / "data"
-EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
-GOLDEN = json.loads((DATA / "golden.json").read_text(encoding="utf-8"))["files"]
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "grpo_std_on": {"advantage_estimator": "grpo"},
-    "grpo_std_off": {"advantage_estimator": "grpo", "grpo_std_normalization": False},
-    "gspo_std_on": {"advantage_estimator": "gspo"},
-    "gspo_std_off": {"advantage_estimator": "gspo", "grpo_std_normalization": False},
-    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
-    "grpo_no_normalization": {"advantage_estimator": "grpo", "rewards_normalization": False},
-}
-LAYOUT: dict[str, Any] = {"n_samples_per_prompt": 4, "rollout_batch_size": 6}
-# The mainstream rule of one version is our default; the other demands that siblings share one reward.
-POLICY = {"miles_pr2369": "mainstream", "miles_head": "shared"}
-
-
-@functools.cache
-def dump_of(name: str) -> RolloutDump:
-    return read_dump((EXAMPLES if name == "miles_session_v2.pt" else DATA) / name)
 
 
 def miles_results() -> Iterator[Any]:

@@ -48,8 +48,10 @@ ROOMS = (
     "sharding",
     "streaming",
     "distributed",
+    "pages",
     "session",
     "integrations",
+    "audit",
     "cluster",
     "cli",
 )

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from verl_rows import V1, core_algos
 
 from miles_norm import NormalizationConfig, normalize_rewards
 from miles_norm.config import EstimatorOptions
-
-core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="needs verl: make test-verl")
 
 pytestmark = pytest.mark.integration
 
@@ -88,7 +87,7 @@ def test_same_on_one_row_rollouts(
 
 
 def test_every_estimator_that_both_have_is_compared() -> None:
-    both = set(core_algos.ADV_ESTIMATOR_REGISTRY)
+    both = {name for name in core_algos.ADV_ESTIMATOR_REGISTRY if not name.startswith("miles_norm")}
     compared = {name for name, *_ in SAME} | {"gdpo", "reinforce_plus_plus"}
     # gae, remax, gpg and the optimal token baselines need values, greedy rollouts, counts of zeros or logits.
     assert both - compared == {"gae", "remax", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline"}
@@ -96,6 +95,7 @@ def test_every_estimator_that_both_have_is_compared() -> None:
 
 
 @SEEDS
+@pytest.mark.skipif(not V1, reason="in verl 0.8.0 returns end at a masked token")
 def test_rewards_pass_through_reinforce_plus_plus(seed: int) -> None:
     """verl's returns without discount, before it whitens them over the batch."""
     rows = random_rows(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from miles_norm.loss.policy.clip import check_clip
+from miles_norm.loss.policy.clip import checked_clip
 from miles_norm.loss.tokens import extreme_metrics, log_ratio_of, mean_metrics, trained_values
 
 __all__ = ["cispo_loss"]
@@ -32,8 +32,8 @@ def cispo_loss(
         Token losses, and ``clip_fraction``, ``kl``, ``ratio_min``, ``ratio_max`` (before the clip), ``tokens``.
 
     Raises:
-        ConfigError: a bound below 0.
-        SampleError: shapes that differ.
+        ConfigError: no two finite bounds from 0 on.
+        SampleError: tensors that differ in shape; on the CPU also values that no trainable token can have.
 
     >>> import torch
     >>> log_probs = torch.tensor([2.0]).log()
@@ -41,8 +41,10 @@ def cispo_loss(
     >>> round(float(losses[0]), 4)  # -1.5 ln 2
     -1.0397
     """
-    check_clip(clip)
-    policy, old, advantage = trained_values(log_probs, mask, old_log_probs=old_log_probs, advantages=advantages)
+    clip = checked_clip(clip)
+    policy, old, advantage = trained_values(
+        mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
+    )
     log_ratio = log_ratio_of(policy, old).detach()
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - clip[0], 1 + clip[1])

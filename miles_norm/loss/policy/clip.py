@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles_norm.errors import ConfigError
+from miles_norm.errors import ConfigError, shown
+from miles_norm.loss.checks import is_number, number_pair
 from miles_norm.loss.tokens import extreme_metrics, log_ratio_of, mean_metrics, trained_values
 
-__all__ = ["check_clip", "clipped_loss", "pessimistic"]
+__all__ = ["checked_clip", "clipped_loss", "pessimistic"]
 
 
 def clipped_loss(
@@ -44,24 +45,27 @@ def clipped_loss(
         ``ratio_max``, ``tokens``.
 
     Raises:
-        ConfigError: a bound below 0, or a second clip of at most 1.
-        SampleError: shapes that differ.
+        ConfigError: no two finite bounds from 0 on, or a second clip that is no finite number above 1.
+        SampleError: tensors that differ in shape; on the CPU also values that no trainable token can have.
 
     >>> log_probs = torch.tensor([1.5, 1.5, 0.5]).log()
     >>> losses, metrics = clipped_loss(log_probs, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), torch.ones(3))
     >>> [round(loss, 3) for loss in losses.tolist()], round(float(metrics["clip_fraction"]), 3)
     ([-1.2, 1.5, -0.5], 0.333)
     """
-    check_clip(clip)
-    if dual_clip is not None and not dual_clip > 1:
-        raise _wrong_bound("dual_clip", dual_clip, "a number above 1, or None", "at 1 it would undo the first clip")
-    policy, old, advantage = trained_values(log_probs, mask, old_log_probs=old_log_probs, advantages=advantages)
+    clip = checked_clip(clip)
+    if dual_clip is not None and not (is_number(dual_clip, 1) and dual_clip > 1):
+        expected = "a finite number above 1, or None for no second clip"
+        raise _wrong_bound("dual_clip", dual_clip, expected, "at 1 it would undo the first clip")
+    policy, old, advantage = trained_values(
+        mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
+    )
     log_ratio = log_ratio_of(policy, old)
     ratio = log_ratio.exp()
     losses, was_clipped = pessimistic(ratio, advantage, clip)
     bounded = torch.zeros_like(was_clipped)
     if dual_clip is not None:
-        bound = -dual_clip * advantage
+        bound = -float(dual_clip) * advantage
         bounded = (advantage < 0) & (losses > bound)
         losses = torch.where(bounded, bound, losses)
     means = {"clip_fraction": was_clipped, "dual_clip_fraction": bounded, "kl": -log_ratio}
@@ -75,16 +79,19 @@ def pessimistic(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> 
     return torch.where(was_clipped, clipped, plain), was_clipped
 
 
-def check_clip(clip: tuple[float, float]) -> None:
-    """Refuse bounds below 0.
+def checked_clip(clip: object) -> tuple[float, float]:
+    """Two distances from 1, below and above.
 
     Raises:
-        ConfigError: naming the bounds.
+        ConfigError: anything but two finite numbers from 0 on.
     """
-    if not (clip[0] >= 0 and clip[1] >= 0):
-        raise _wrong_bound("clip", clip, "two distances from 1, none below 0", "the unchanged policy has the ratio 1")
+    bounds = number_pair(clip, low=0)
+    if bounds is None:
+        expected = "two finite distances from 1, below and above, none below 0"
+        raise _wrong_bound("clip", clip, expected, "the unchanged policy has the ratio 1")
+    return bounds
 
 
 def _wrong_bound(name: str, got: object, expected: str, reason: str) -> ConfigError:
-    remedy = "pass for example clip=(0.2, 0.28), or dual_clip=3.0"
-    return ConfigError(name, got=str(got), expected=expected, reason=reason, remedy=remedy)
+    remedy = "pass for example clip=(0.2, 0.28), or dual_clip=3.0; ratios end at e^20, so 1e9 above 1 is no bound"
+    return ConfigError(name, got=shown(got), expected=expected, reason=reason, remedy=remedy)

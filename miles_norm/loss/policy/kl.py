@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from miles_norm.errors import ConfigError
+from miles_norm.errors import ConfigError, shown
 from miles_norm.loss.tokens import log_ratio_of, mean_metrics, trained_values
 
 __all__ = ["kl_loss"]
@@ -39,7 +39,7 @@ def kl_loss(
 
     Raises:
         ConfigError: another kind.
-        SampleError: shapes that differ.
+        SampleError: tensors that differ in shape; on the CPU also values that no trainable token can have.
 
     >>> import torch
     >>> for kind in ("k1", "k2", "k3"):  # d = ln 2
@@ -49,20 +49,20 @@ def kl_loss(
     k2 0.2402
     k3 0.1931
     """
-    policy, reference = trained_values(log_probs, mask, reference_log_probs=reference_log_probs)
+    if not isinstance(kind, str) or kind not in ("k1", "k2", "k3"):
+        raise ConfigError(
+            "kind of KL estimate",
+            got=shown(kind),
+            expected="k1, k2 or k3",
+            reason="each is another estimate of the divergence",
+            remedy="choose k3 for a term that is never negative, k2 for the gradient of the divergence",
+        )
+    policy, reference = trained_values(mask, log_probs=log_probs, reference_log_probs=reference_log_probs)
     distance = policy - reference
     if kind == "k1":
         losses = distance
     elif kind == "k2":
         losses = distance.square() / 2
-    elif kind == "k3":
-        losses = log_ratio_of(reference, policy).exp() - 1 + distance
     else:
-        raise ConfigError(
-            "kind of KL estimate",
-            got=repr(kind),
-            expected="k1, k2 or k3",
-            reason="each is another estimate of the divergence",
-            remedy="choose k3 for a term that is never negative, k2 for the gradient of the divergence",
-        )
+        losses = log_ratio_of(reference, policy).exp() - 1 + distance
     return losses, mean_metrics(mask, kl=losses)

@@ -1,11 +1,10 @@
 """Golden masses: what Agent Lightning computes, and the numbers of the divisor question."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from golden_dumps import AGENT_LIGHTNING
 
 from miles_norm import (
     LossConfig,
@@ -18,9 +17,6 @@ from miles_norm import (
 )
 from miles_norm.loss import update_masses
 from miles_norm.result import NormalizedRewards
-
-# The same eight rollouts, one row per turn and turns merged into trajectories.
-AGENT_LIGHTNING = json.loads((Path(__file__).parents[1] / "data/agl_golden.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("form", AGENT_LIGHTNING)

@@ -10,13 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from miles_norm import LossConfig, NormalizationConfig, RolloutColumns, loss_weights, normalize_columns
-from miles_norm.loss import loss_factor, reduce_token_losses, row_of_tokens
+from miles_norm import (
+    LossConfig,
+    NormalizationConfig,
+    RolloutColumns,
+    UpdateConfig,
+    loss_weights,
+    normalize_columns,
+    plan_updates,
+)
+from miles_norm.loss import loss_factor, reduce_token_losses, row_of_tokens, update_masses
 from miles_norm.result import NormalizedRewards
 
 TOLERANCE = 1e-12
 PARAMETERS = torch.tensor([0.5, -1.25, 2.0], dtype=torch.float64)
-INVARIANT = [LossConfig(), LossConfig(aggregation="token_mean")]
+INVARIANT = [
+    LossConfig(),
+    LossConfig(aggregation="token_mean"),
+    LossConfig(aggregation="prompt_mean"),
+    LossConfig(aggregation="constant", max_tokens=7),
+]
 
 
 @dataclass
@@ -150,6 +163,25 @@ def test_the_sum_of_weights_times_tokens(data: st.DataObject) -> None:
     if trained:
         assert mass(divisor="trained_rows") == pytest.approx(len(trained) / n, rel=1e-14)
     assert mass(divisor="nominal_rollouts", nominal_rollouts=7) == pytest.approx(len(trained) / 7, rel=1e-14)
+    all_tokens = sum(sum(row.mask) for row in rows)
+    assert mass(aggregation="constant", max_tokens=7) == pytest.approx(all_tokens / (7 * r), rel=1e-14)
+
+
+@given(st.data(), st.integers(1, 3), st.booleans())
+def test_the_sum_over_an_update_with_rows_as_the_divisor(data: st.DataObject, size: int, by_rows: bool) -> None:
+    """R / N of the rollouts and rows with a token that the update keeps; over the batch, of all that the plan keeps."""
+    rows = data.draw(cuts(data.draw(rollouts())))
+    result = result_of(rows)
+    settings: dict[str, Any] = {"unit": "rows", "rows_per_update": size} if by_rows else {"rollouts_per_update": size}
+    plan = plan_updates(result, UpdateConfig(**settings))
+    trained = [[row for row in update if sum(rows[row].mask)] for update in plan.updates]
+    counts = [(len({rows[row].rollout for row in update}), len(update)) for update in trained]
+    masses = update_masses(plan, LossConfig(divisor="trained_rows")).tolist()
+    assert masses == pytest.approx([r / n if n else 0.0 for r, n in counts], rel=1e-14)
+    kept = [row for update in trained for row in update]
+    epoch = update_masses(plan, LossConfig(divisor="trained_rows", scope="batch")).sum()
+    expected = len({rows[row].rollout for row in kept}) / max(len(kept), 1)
+    assert float(epoch) == pytest.approx(expected, rel=1e-14)
 
 
 def test_sample_mean_changes_when_a_rollout_is_cut() -> None:
@@ -163,7 +195,7 @@ def test_sample_mean_changes_when_a_rollout_is_cut() -> None:
     (cut_loss, _), _ = whole([*halves, second], config)
     assert float(loss) == pytest.approx(0.8, rel=1e-14)
     assert float(cut_loss) == pytest.approx(1.9 / 3, rel=1e-14)
-    # The rollout-wise means do not move.
+    # The others do not move.
     for same in INVARIANT:
         assert close(whole([*halves, second], same)[0], *whole([first, second], same))
 

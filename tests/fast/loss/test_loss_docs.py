@@ -1,17 +1,16 @@
 """What docs/loss.md and the README show of the loss is what the code does."""
 
 import contextlib
-import importlib.util
 import io
 import re
 import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
 import pytest
+from doc_scripts import imported
 
 from miles_norm import LossConfig, UpdateConfig, loss
 
@@ -22,13 +21,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module", name="plots")
 def fixture_plots() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("loss_plots", ROOT / "docs/loss_plots.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "loss_plots", module)  # data classes look their module up by name
-        spec.loader.exec_module(module)
+    with imported(ROOT / "docs/loss_plots.py") as module:
         yield module
 
 

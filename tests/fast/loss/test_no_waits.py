@@ -15,6 +15,7 @@ from miles_norm.loss import (
     gspo_loss,
     kl_loss,
     reduce_token_losses,
+    rollout_sequences,
     row_of_tokens,
     row_sequences,
     sequence_log_ratio,
@@ -67,8 +68,14 @@ def test_weights(settings: dict[str, Any]) -> None:
             loss_weights(result, config)
 
 
-X, MASK = torch.randn(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
-WHOLE = Sequences(torch.tensor([0, 0]), torch.tensor([5]), torch.tensor([0.1]))
+# Tensors without values: whoever reads one fails, as on a device whoever reads one waits.
+ON = {"device": "meta"}
+X, MASK, WEIGHTS = torch.randn(2, 3, **ON), torch.ones(2, 3, dtype=torch.int64, **ON), torch.rand(2, **ON)
+WHOLE = Sequences(torch.tensor([0, 0], **ON), torch.tensor([5], **ON), torch.tensor([0.1], **ON))
+
+
+def packed_rows() -> torch.Tensor:
+    return row_of_tokens(torch.tensor([0, 1, 3], **ON), 3)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +87,37 @@ WHOLE = Sequences(torch.tensor([0, 0]), torch.tensor([5]), torch.tensor([0.1]))
         lambda: truncated_importance_sampling(X, X, X, MASK),
         lambda: gspo_loss(X, X, X, MASK, row_sequences(MASK)),
         lambda: gspo_loss(X, X, X, MASK, WHOLE),
+        lambda: gspo_loss(X[0], X[0], X[0], MASK[0], row_sequences(MASK[0], packed_rows(), num_rows=2)),
         lambda: sequence_log_ratio(X, X, MASK, WHOLE),
-        lambda: reduce_token_losses(X, torch.ones(2), MASK),
-        lambda: reduce_token_losses(X[0], torch.ones(2), MASK[0], rows=row_of_tokens(torch.tensor([0, 1, 3]), 3)),
+        lambda: reduce_token_losses(X, WEIGHTS, MASK),
+        lambda: reduce_token_losses(X[0], WEIGHTS, MASK[0], rows=packed_rows()),
     ],
 )
 def test_losses(call: Callable[[], object]) -> None:
     with NoWaits():
         call()
+
+
+def test_backward() -> None:
+    log_probs = torch.randn(2, 3, requires_grad=True, **ON)
+    with NoWaits():
+        losses, _ = clipped_loss(log_probs, X, X, MASK, dual_clip=3.0)
+        reduce_token_losses(losses, WEIGHTS, MASK).backward()
+    assert log_probs.grad is not None
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_sequences_of_a_result() -> None:
+    """A result has values, so here the checks are told that it is elsewhere."""
+    rows = torch.tensor([0, 1, 1])
+    columns = RolloutColumns(group=[0] * 2, rollout=[0, 1], reward=[1.0, 0.0], trainable_tokens=[2, 1])
+    result = normalize_columns(columns)
+    with NoWaits():
+        sequences = rollout_sequences(result, torch.tensor([1, 0]), rows=rows, kept=torch.tensor([True, False]))
+    assert (sequences.index.tolist(), sequences.tokens.tolist()) == ([1, 0, 0], [2, 0])
+
+
+def test_whoever_reads_a_tensor_without_values_fails() -> None:
+    for read in (torch.Tensor.tolist, torch.nonzero, lambda x: bool(x.any()), lambda x: x[x > 0]):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read(X)

@@ -218,10 +218,10 @@ def test_gspo_without_all_siblings_is_an_error() -> None:
     log_probs, mask = torch.zeros(2, 2), torch.ones(2, 2)
     sequences = rollout_sequences(result, torch.tensor([0, 2]))
     with pytest.raises(
-        SampleError, match=r"ratio of sequence 0\n.*2 of 3 trainable tokens in this micro-batch"
+        SampleError, match=r"ratio of rollout 0 \(id 0\)\n.*2 of 3 trainable tokens in this micro-batch"
     ) as raised:
         gspo_loss(log_probs, log_probs, log_probs, mask, sequences)
-    assert raised.value.rows == (0,)
+    assert raised.value.rows == (0, 1)
     # The sibling that no update holds is not waited for.
     kept = torch.tensor([True, False, True, True])
     gspo_loss(log_probs, log_probs, log_probs, mask, rollout_sequences(result, torch.tensor([0, 2]), kept=kept))

@@ -146,7 +146,7 @@ def test_a_sum_over_tokens_of_scaled_advantages_is_the_weighted_loss(name: str) 
 
 
 def test_scaled_advantages_need_one_weight_per_row() -> None:
-    with pytest.raises(SampleError, match=r"weights\n.*shape \[3\] with advantages of shape \[2\]"):
+    with pytest.raises(SampleError, match=r"weights\n.*shape \[3\] .*with advantages .* of shape \[2\]"):
         scale_advantages(torch.ones(2), torch.ones(2, 4), torch.ones(3))
     with pytest.raises(SampleError, match=r"shape \[2, 4\]"):
         scale_advantages(torch.ones(2, 4), torch.ones(2, 4), torch.ones(2))

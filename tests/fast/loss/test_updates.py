@@ -8,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weight_oracle import Rows, row_batches, update_configs
 
-from miles_norm import (
-    FilterConfig,
-    NormalizationConfig,
-    RolloutColumns,
-    UpdateConfig,
-    filter_rollouts,
-    normalize_columns,
-    plan_updates,
-)
+from miles_norm import NormalizationConfig, RolloutColumns, UpdateConfig, normalize_columns, plan_updates
 from miles_norm.errors import ConfigError, SampleError
 from miles_norm.loss import UpdatePlan
 from miles_norm.result import NormalizedRewards
@@ -150,56 +142,6 @@ def test_rollouts_that_lost_all_or_some_rows_are_named() -> None:
     assert ids(made, made.dropped_rollouts) == [r for r, rows in rows_of.items() if not rows & kept]
     assert ids(made, made.partly_dropped_rollouts) == [r for r, rows in rows_of.items() if rows & kept and rows - kept]
     assert made.dropped_rollouts or made.partly_dropped_rollouts
-
-
-def test_drop_first_gives_the_advantages_of_the_rows_that_are_left() -> None:
-    for seed in range(10):
-        made = plan(unit="rows", rows_per_update=5, order="drop_first", seed=seed)
-        (kept,) = made.updates
-        left = [[column[row] for row in kept] for column in (GROUPS, ROLLOUTS, REWARDS)]
-        alone = normalize_columns(
-            RolloutColumns(group=left[0], rollout=left[1], reward=left[2], trainable_tokens=[10] * 5)
-        )
-        assert made.result.advantages[kept].tolist() == alone.advantages.tolist()
-        assert made.result.trainable_tokens.tolist() == [10 if row in kept else 0 for row in range(8)]
-    first = plan(unit="rows", rows_per_update=5, order="normalize_first")
-    assert first.result.advantages.tolist() == batch().advantages.tolist()
-
-
-def test_drop_first_leaves_padding_out() -> None:
-    # Row 5, the only one of rollout 3 with reward 3, is padding: without it group 1 is all 0.
-    padding = [row == 5 for row in range(8)]
-    made = plan(batch(padding=padding), unit="rows", rows_per_update=6, order="drop_first")
-    assert made.row_update[5] == -1
-    assert made.result.trainable_tokens[5] == 0
-    assert made.result.advantages[4:].tolist() == [0.0] * 4
-
-
-def test_drop_first_keeps_what_a_filter_took_out() -> None:
-    # Group 0 has two rollouts with equal rewards, group 1 three; its filtered rollouts stay out whichever row goes.
-    columns = RolloutColumns(
-        group=[0, 0, 1, 1, 1],
-        rollout=[0, 1, 2, 3, 4],
-        reward=[1, 1, 1, 0, 1],
-        trainable_tokens=[10] * 5,
-        truncated=[False, False, False, False, True],
-    )
-    wanted = FilterConfig(truncated_rollouts=True, zero_variance_groups=True)
-    result, _ = filter_rollouts(normalize_columns(columns), wanted)
-    made = plan(result, unit="rows", rows_per_update=1, max_updates=1, order="drop_first")
-    assert result.exclusion is not None
-    assert made.result.exclusion is not None
-    assert result.counted_rollouts.tolist() == [False, False, True, True, False]
-    assert made.result.counted_rollouts.tolist() == [made.updates == [[rollout]] for rollout in range(5)]
-    assert made.result.advantages[[0, 1, 4]].tolist() == [0.0] * 3
-    assert made.result.exclusion[[0, 1, 4]].tolist() == result.exclusion[[0, 1, 4]].tolist()
-
-
-def test_drop_first_keeps_the_groups_that_sizes_made() -> None:
-    columns = RolloutColumns(group=None, rollout=ROLLOUTS, reward=REWARDS, trainable_tokens=[10] * 8)
-    result = normalize_columns(columns, NormalizationConfig(), [4, 4])
-    made = plan(result, unit="rows", rows_per_update=7, order="drop_first")
-    assert made.result.index.row_group.tolist() == GROUPS
 
 
 def test_micro_batches_take_the_longest_rows_first() -> None:

@@ -1,0 +1,90 @@
+"""Values and errors as HTTP answers; errors have the form of OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from miles_norm.errors import (
+    EngineContractError,
+    EngineRejectedError,
+    EngineUnavailableError,
+    JournalError,
+    MilesNormError,
+    NodeLimitError,
+    PathEndedError,
+    RenderingError,
+    RequestError,
+    SessionError,
+    SessionLimitError,
+    TooLargeError,
+    UnauthorizedError,
+    UnknownSessionError,
+)
+
+__all__ = ["KINDS", "error_answer", "json_answer", "to_json"]
+
+KINDS: tuple[tuple[type[MilesNormError], int, bool, str], ...] = (
+    (UnauthorizedError, 401, False, "authentication_error"),
+    (TooLargeError, 413, False, "invalid_request_error"),
+    (UnknownSessionError, 404, False, "not_found_error"),
+    (PathEndedError, 409, False, "conflict_error"),
+    (NodeLimitError, 409, False, "conflict_error"),
+    (SessionLimitError, 429, True, "rate_limit_error"),
+    (RequestError, 400, False, "invalid_request_error"),
+    (RenderingError, 400, False, "invalid_request_error"),
+    (SessionError, 422, False, "invalid_request_error"),
+    (EngineUnavailableError, 502, True, "engine_error"),
+    (EngineContractError, 502, False, "engine_error"),
+    # Room may be made, but until then each repetition would sample a reply for nothing.
+    (JournalError, 507, False, "journal_error"),
+    (MilesNormError, 500, False, "internal_error"),
+)
+"""The first that fits says the status, whether the same request may succeed later, and OpenAI's name for the kind."""
+
+# Escapes whatever is not ASCII, so that a lone surrogate in a reply does not fail when it has been recorded already.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A value as JSON."""
+    return Response(to_json(value).encode(), status, headers, media_type="application/json")
+
+
+def error_answer(error: Exception) -> Response:
+    """The answer to a request that failed.
+
+    What an engine refused is passed on as it answered. ``x-should-retry`` says whether to send the same request again,
+    which OpenAI's clients obey; they would repeat a 409 otherwise.
+    """
+    if isinstance(error, EngineRejectedError):
+        return Response(_passed_on(error), error.status, media_type="application/json")
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # Nobody reads it.
+    if isinstance(error, HTTPException):
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        body = _body(error.detail, kind, error)
+        return json_answer(body, error.status_code, {**(error.headers or {}), "x-should-retry": "false"})
+    for cls, status, again, kind in KINDS:
+        if isinstance(error, cls):
+            return json_answer(_body(str(error), kind, error), status, {"x-should-retry": str(again).lower()})
+    body = _body("an error of the server; its log has more", "internal_error", error)
+    # The server closes the connection of a request that raised; a client that does not know would use it again.
+    return json_answer(body, 500, {"x-should-retry": "false", "connection": "close"})
+
+
+def _body(message: str, kind: str, error: Exception) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": type(error).__name__}}
+
+
+def _passed_on(error: EngineRejectedError) -> bytes:
+    try:
+        json.loads(error.body)
+    except ValueError:
+        return to_json({"error": {"message": error.body or str(error), "type": "engine_error"}}).encode()
+    return error.body.encode()

@@ -1,0 +1,160 @@
+"""``miles-norm rollout`` and what ``serve`` refuses; the server itself is tested in tests/session."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Run
+
+from miles_norm import read_dump
+
+AGENT = """
+import aiohttp
+
+async def solve(*, base_url, prompt, request_kwargs, metadata, **kwargs):
+    if prompt == "fail":
+        raise ValueError("no such task")
+    body = {"messages": [{"role": "user", "content": prompt}], **request_kwargs}
+    async with aiohttp.ClientSession() as http:
+        for _ in range(metadata.get("calls", 1)):
+            async with http.post(f"{base_url}/v1/chat/completions", json=body) as answer:
+                await answer.json()
+    return {"reward": float(len(prompt)), "calls": metadata.get("calls", 1)}
+
+def not_async(**kwargs):
+    return None
+"""
+
+
+@pytest.fixture(name="agent")
+def fixture_agent(tmp_path: Path) -> Iterator[Path]:
+    path, modules, places = tmp_path / "cli_agent.py", set(sys.modules), list(sys.path)
+    path.write_text(AGENT)
+    yield path
+    sys.path[:] = places
+    for name in set(sys.modules) - modules:
+        if name == "cli_agent":
+            del sys.modules[name]
+
+
+def prompts(folder: Path, *lines: object) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_rollout_becomes_a_dump(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    # Two tasks, two rollouts each; the first task's agent asks twice for the same thing: two roots, two rows.
+    given = prompts(tmp_path, {"prompt": "ab", "label": "x", "metadata": {"calls": 2}}, "cde")
+    out = tmp_path / "rollout.jsonl"
+    done = run(
+        "rollout", "--agent", f"{agent}:solve", "--prompts", given, "-o", out,
+        "--n-samples-per-prompt", 2, "--request", "max_tokens=5",
+    )  # fmt: skip
+    assert (done.code, done.out) == (0, "")
+    assert done.err == f"wrote {out}: 6 rows of 4 rollouts, fan-out 1 to 2\n"
+    rows = read_dump(out).samples
+    assert [(row["group_index"], row["rollout_id"], row["reward"], row["label"]) for row in rows] == [
+        *[(0, 0, 2.0, "x")] * 2, *[(0, 1, 2.0, "x")] * 2, (1, 2, 3.0, None), (1, 3, 3.0, None),
+    ]  # fmt: skip
+    assert all(row["response_length"] <= 5 and sum(row["loss_mask"]) == row["response_length"] for row in rows)
+    assert rows[0]["metadata"]["calls"] == 2
+    normalized = run("normalize", out)
+    assert normalized.code == 0
+    assert "6 rows, 4 rollouts, 2 prompt groups" in normalized.out
+
+
+def test_an_agent_that_raises_costs_its_rollout(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rollout.jsonl"
+    given = prompts(tmp_path, "fail", "ab")
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", given, "-o", out, "--n-samples-per-prompt", 1)
+    assert done.code == 0
+    assert "rollout 0 of prompt 0 was aborted: ValueError: no such task" in done.err
+    assert "1 rollout aborted" in done.err
+    aborted, scored = read_dump(out).samples
+    assert (aborted["status"], aborted["reward"], aborted["tokens"]) == ("aborted", None, [])
+    assert aborted["metadata"]["error"] == "ValueError: no such task"
+    assert scored["reward"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("solve", "no module and function"),
+        ("{path}:nobody", "no function nobody"),
+        ("{path}:not_async", "not_async, which is not async"),
+        ("no_such_module_here:solve", "ModuleNotFoundError"),
+        ("{path}.py:solve", "FileNotFoundError"),
+    ],
+)
+def test_agents_that_cannot_be_run(run: Callable[..., Run], agent: Path, tmp_path: Path, name: str, got: str) -> None:
+    done = run(
+        "rollout", "--agent", name.format(path=agent), "--prompts", prompts(tmp_path, "a"), "-o", tmp_path / "o.jsonl"
+    )
+    assert done.code == 2
+    assert "agent '" in done.err
+    assert got in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("", "no prompts"),
+        ("{\n", "line 1: "),
+        ('"a"\n{"prompt": 3}\n', "prompt 1"),
+        ('{"prompt": "a", "lable": "x"}\n', "lable"),
+    ],
+)
+def test_prompts_that_cannot_be_read(run: Callable[..., Run], agent: Path, tmp_path: Path, text: str, got: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", path, "-o", tmp_path / "o.jsonl")
+    assert done.code == 2
+    assert got in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    [
+        (("--engine", "gpt"), "gpt"),
+        (("--engine", "sglang"), "no --engine-url and --model"),
+        (("--engine-url", "http://127.0.0.1:1"), "--engine-url with the embedded engine"),
+        (("--model", "nowhere.safetensors"), "weights nowhere.safetensors"),
+        (("--set", "port=-1"), "port"),
+        (("--set", "ports=1"), "ports"),
+        (("--set", "host=256.0.0.1"), "address 256.0.0.1"),
+    ],
+)
+def test_what_serve_refuses(run: Callable[..., Run], arguments: tuple[str, ...], got: str) -> None:
+    done = run("serve", *arguments)
+    assert done.code == 2
+    assert got in done.err
+
+
+def test_a_request_setting_needs_a_value(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    done = run(
+        "rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "a"), "-o", tmp_path / "o.jsonl",
+        "--request", "temperature",
+    )  # fmt: skip
+    assert done.code == 2
+    assert "--request temperature" in done.err
+
+
+def test_a_dump_of_aborted_rollouts_only_is_written_and_no_success(
+    run: Callable[..., Run], agent: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "rollout.jsonl"
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "fail"), "-o", out)
+    assert done.code == 2
+    assert {row["status"] for row in read_dump(out).samples} == {"aborted"}
+
+
+def test_a_rollout_without_a_turn_is_converted_with_the_others(
+    run: Callable[..., Run], agent: Path, tmp_path: Path
+) -> None:
+    out, train = tmp_path / "rollout.jsonl", tmp_path / "train.safetensors"
+    run("rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "fail", "ab"), "-o", out)
+    done = run("convert", out, train, "--set", "missing_reward=exclude")
+    assert (done.code, "16 rows" in done.err) == (0, True), done.err

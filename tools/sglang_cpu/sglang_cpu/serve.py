@@ -1,0 +1,131 @@
+"""Start an SGLang server on the CPU, alone or for as long as a command runs.
+
+    python -m sglang_cpu.serve tiny --port 30000
+    python -m sglang_cpu.serve tiny --run 'curl -s $SGLANG_URL/v1/models'
+
+Options that this launcher does not know are handed to ``sglang.launch_server``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["ENVIRONMENT", "launch_command", "main", "wait_until_ready"]
+
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    # More threads cost tiny models more than they give; torch would start one per core in each of three processes.
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What the server needs in its environment, where nothing else is set there."""
+
+_OPTIONS = {
+    "--device": "cpu",
+    "--dtype": "float32",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--cuda-graph-backend-decode": "disabled",
+    "--cuda-graph-backend-prefill": "disabled",
+    "--mem-fraction-static": "0.1",
+    "--max-total-tokens": "16384",
+    "--tool-call-parser": "qwen",
+}
+
+
+def launch_command(model: str | os.PathLike[str], port: int, options: Sequence[str] = ()) -> list[str]:
+    """Command line of the server; of options that are given twice SGLang takes the last."""
+    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", os.fspath(model)]
+    defaults = [text for option in _OPTIONS.items() for text in option]
+    return [*server, "--host", "127.0.0.1", "--port", str(port), *defaults, *options]
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Wait for the first answer.
+
+    Raises:
+        ChildProcessError: the server ended.
+        TimeoutError: it did not answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no SGLang server at {url} after {timeout_s:g} s")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:  # Not listening yet, or status 503: loading.
+            time.sleep(0.5)
+    raise ChildProcessError(f"the SGLang server ended with status {process.returncode}")
+
+
+def _run(command: str, model: Path, port: int, options: Sequence[str], log: Path, timeout_s: float) -> int:
+    """Serve while a command runs; its exit status."""
+    url = f"http://127.0.0.1:{port}"
+    print(f"starting SGLang on {model}, log in {log}", flush=True)
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            launch_command(model, port, options), env=_environment(), stdout=output, stderr=output
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Runs what is below.
+    try:
+        wait_until_ready(url, process, timeout_s)
+        print(f"serving on {url} after {time.monotonic() - began:.0f} s", flush=True)
+        return subprocess.run(["sh", "-c", command], env={**os.environ, "SGLANG_URL": url}, check=False).returncode
+    except (ChildProcessError, TimeoutError) as error:
+        print(f"{error}; the end of {log}:\n{_tail(log)}", file=sys.stderr)
+        return 1
+    finally:
+        process.kill()  # Its children end with it; told to end, it would take 5 seconds for the same.
+        process.wait()
+
+
+def _tail(path: Path, lines: int = 30) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _environment() -> Mapping[str, str]:
+    return ENVIRONMENT | os.environ
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_cpu.serve", description=__doc__.partition("\n")[0])
+    parser.add_argument("model", type=Path, help="folder of a model")
+    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
+    parser.add_argument("--run", metavar="COMMAND", help="serve while this command runs; it finds SGLANG_URL set")
+    parser.add_argument(
+        "--log", type=Path, default=Path("sglang.log"), help="with --run: where the server's output goes"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="with --run: seconds that the server may take to start"
+    )
+    options, others = parser.parse_known_args()
+    port = options.port or _free_port()
+    if options.run:
+        sys.exit(_run(options.run, options.model, port, others, options.log, options.timeout))
+    print(f"SGLang on http://127.0.0.1:{port}, in half a minute or so; Ctrl-C ends it", flush=True)
+    command = launch_command(options.model, port, others)
+    os.execve(command[0], command, dict(_environment()))
+
+
+if __name__ == "__main__":
+    main()
