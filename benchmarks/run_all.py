@@ -139,11 +139,9 @@ def draw(lines: list[tuple[Target, float]], runs: dict[str, Run], path: Path) ->
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=(2, 3), layout="constrained")
-    for name, key, label in (("normalize", "growth", "normalization"), ("shard", "growth", "schedule of shards")):
-        points = (runs[name].figures or {}).get(key) if name in runs else None
-        if points:
-            rows, seconds = zip(*points, strict=True)
-            left.loglog(rows, [s * 1e3 for s in seconds], "o-", label=label)
+    for label, points in growths(runs).items():
+        rows, seconds = zip(*points, strict=True)
+        left.loglog(rows, [s * 1e3 for s in seconds], "--" if "copy" in label else "o-", label=label)
     left.set(xlabel="rows", ylabel="ms", title="Time over rows")
     if left.lines:
         left.legend()
@@ -158,6 +156,14 @@ def draw(lines: list[tuple[Target, float]], runs: dict[str, Run], path: Path) ->
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return True
+
+
+def growths(runs: dict[str, Run]) -> dict[str, list[Any]]:
+    """Rows and seconds of what was measured at several sizes."""
+    found = {name: one.figures["growth"] for name, one in runs.items() if "growth" in (one.figures or {})}
+    lines = {"a copy of the columns": found["normalize"]["copy"]} if "normalize" in found else {}
+    lines |= {"normalization": found["normalize"]["ours"]} if "normalize" in found else {}
+    return lines | ({"schedule of shards": found["shard"]} if "shard" in found else {})
 
 
 def margin(target: Target, value: float) -> float:
@@ -214,6 +220,8 @@ def main() -> None:
     runs = {name: run(name, full=options.full) for name in options.names or names()}
     lines = table(runs)
     print_table(lines)
+    if not options.full:
+        print("\nAt short sizes what does not grow with the rows weighs more; docs/performance.md has the full ones.")
     for text in explanations(lines, runs):
         print(f"\n{text}")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -63,6 +63,17 @@ def slow_arrays(figures: Figures) -> str:
     )
 
 
+def steep_growth(figures: Figures) -> str:
+    first, last = (
+        {name: points[end][1] / points[end][0] * 1e9 for name, points in figures["growth"].items()} for end in (0, -1)
+    )
+    return (
+        f"what does not fit the caches costs more a row, on a busy machine most of all. Copying the columns alone, in "
+        f"the same run, has the exponent {figures['growth_exponents']['copy']:.2f}: from {first['copy']:.1f} to "
+        f"{last['copy']:.1f} ns a row, while normalization goes from {first['ours']:.1f} to {last['ours']:.1f}."
+    )
+
+
 def slowest_weights(figures: Figures) -> float:
     name = "times_faster_than_tensor_loop"
     return min(one[name] for one in figures["weights"] if name in one)
@@ -78,7 +89,8 @@ TARGETS = (
     Target("normalize", "2,500 rows, times a tensor loop",
            lambda f: FEW(f)["times_faster_than_tensor_loop"], at_least=100, unit="x"),
     Target("normalize", "2,500 rows", lambda f: FEW(f)["ms"], at_most=0.6, unit=" ms"),
-    Target("normalize", "growth exponent", lambda f: f["growth_exponent"], at_most=1.05),
+    Target("normalize", "growth exponent", lambda f: f["growth_exponents"]["ours"], at_most=1.05,
+           why_missed=steep_growth),
     Target("normalize", "peak extra memory, bytes a row",
            lambda f: max(f["peak_bytes_per_row"].values()), at_most=100),
     Target("convert", "from lists, times a plain conversion",

@@ -24,6 +24,7 @@ from miles_norm.normalize import normalize_columns
 from miles_norm.result import NormalizedRewards
 from miles_norm.sharding import Shard, ShardPlan, plan_shards
 from miles_norm.sharding.schedule import Balance, KeepTogether
+from miles_norm.sharding.shards import rows_are_free
 
 __all__ = ["ClusterRewards", "get_shard", "normalize_on_cluster"]
 
@@ -132,11 +133,12 @@ class ClusterRewards:
 
         Raises:
             SampleError: rows without tokens, and as there.
+            ConfigError: as ``split_by_data_parallel``.
         """
         if self.lengths is None:
             raise _bad_parts("rows without tokens", "tokens on every row")
         index = self.result.index if plan is None else plan.result.index
-        rollout = index.row_rollout if keep_together == "rollouts" else None
+        rollout = None if rows_are_free(keep_together) else index.row_rollout
         return plan_shards(self.lengths, data_parallel_size, plan, rollout=rollout, balance=balance)
 
     def shards(

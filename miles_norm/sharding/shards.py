@@ -16,7 +16,7 @@ from miles_norm.loss import UpdatePlan
 from miles_norm.sharding.schedule import Balance, KeepTogether, ShardPlan, plan_shards
 from miles_norm.train_data import TrainData
 
-__all__ = ["Shard", "split_by_data_parallel"]
+__all__ = ["Shard", "rows_are_free", "split_by_data_parallel"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,17 @@ def split_by_data_parallel(
     >>> [(shard.rows.tolist(), shard.data.num_tokens) for shard in shards]
     [([2, 3], 13), ([0, 1], 9)]
     """
+    rollout = None if rows_are_free(keep_together) else _rollouts(data, plan)
+    lengths = data["tokens"].lengths
+    return cut(data, plan_shards(lengths, data_parallel_size, plan, rollout=rollout, balance=balance))
+
+
+def rows_are_free(keep_together: str) -> bool:
+    """Whether rows of a rollout may be on several ranks.
+
+    Raises:
+        ConfigError: no such setting.
+    """
     if keep_together not in get_args(KeepTogether):
         raise ConfigError(
             "keep_together",
@@ -74,9 +85,7 @@ def split_by_data_parallel(
             reason="it decides which rows stay on one rank",
             remedy="choose one of them",
         )
-    rollout = None if keep_together == "rows" else _rollouts(data, plan)
-    lengths = data["tokens"].lengths
-    return cut(data, plan_shards(lengths, data_parallel_size, plan, rollout=rollout, balance=balance))
+    return keep_together == "rows"
 
 
 def cut(data: TrainData, plan: ShardPlan) -> list[Shard]:

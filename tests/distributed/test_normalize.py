@@ -93,7 +93,7 @@ def fixture_ranks() -> Iterator[Ranks]:
         ranks.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize="CI" in os.environ)
 @given(problem=st.one_of(problems(), estimator_problems()), data=st.data())
 def test_bits_of_one_process(ranks: Ranks, problem: Any, data: st.DataObject) -> None:
     batch, config = problem

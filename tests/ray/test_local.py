@@ -27,7 +27,7 @@ from miles_norm import (
 from miles_norm.cluster import RolloutNormalizer, get_shard, normalize_batch, normalize_on_cluster
 from miles_norm.columns import columns_from_samples
 from miles_norm.conversion import train_data_from_result
-from miles_norm.errors import GroupingError, RewardError, SampleError
+from miles_norm.errors import ConfigError, GroupingError, RewardError, SampleError
 from miles_norm.result import NormalizedRewards
 from miles_norm.train_data import Ragged
 
@@ -72,7 +72,7 @@ def same(one: TrainData, other: TrainData) -> bool:
     return {name: plain(one[name]) for name in one.columns} == {name: plain(other[name]) for name in other.columns}
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, derandomize="CI" in os.environ, suppress_health_check=list(HealthCheck))
 @given(problem=st.one_of(problems(), estimator_problems()), data=st.data())
 def test_bits_and_errors_of_one_process(problem: Any, data: st.DataObject) -> None:
     batch, config = problem
@@ -164,6 +164,8 @@ def test_errors_name_part_and_row() -> None:
         without.plan_shards(2)
     rewards = normalize_on_cluster([ray.put(good)])
     plan = rewards.plan_shards(2)
+    with pytest.raises(ConfigError, match=r"keep_together\n  got:      'groups'"):
+        rewards.plan_shards(2, keep_together="groups")  # type: ignore[arg-type]
     with pytest.raises(SampleError, match="1 nodes for 2 ranks"):
         rewards.shards(plan, nodes=["a"])
 
