@@ -45,6 +45,8 @@ class FakeSGLang:
     broken: str = ""
     """A status, or ``cut``, ``no json``, or the name of a field to leave out of the answer."""
     weight_version: str = "default"
+    unflushed: int = 0
+    """Updates of the weights that meet a request which is just ending."""
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "tiny", "parent": None}])
     ready_workers: int | None = None
     """Of a router; None: a server."""
@@ -128,6 +130,12 @@ class FakeSGLang:
         self.bodies.append(body)
         if self.broken:
             return web.json_response({"success": False, "message": "no such folder"}, status=int(self.broken))
+        if self.unflushed:
+            self.unflushed -= 1
+            message = (
+                "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            )
+            return web.json_response({"success": False, "message": message}, status=400)
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": "Succeeded to update model weights."})
 

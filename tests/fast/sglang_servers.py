@@ -16,7 +16,9 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from conversations import user
 from numpy.typing import NDArray
+from scripted import Api
 
 from miles_norm.samples import Sample
 from miles_norm.session.engines.hugging_face import HuggingFaceRenderer
@@ -69,7 +71,7 @@ class Server:
         raise AssertionError(f"{self._process.args} does not serve after {START_SECONDS} s:\n{self.tail()}")
 
     def kill(self) -> None:
-        """SIGKILL, as the kernel does when memory runs out; SGLang's other processes end with this one."""
+        """SIGKILL, as the kernel does when memory runs out; SGLang's other processes end with the one that is hit."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(60)
@@ -143,6 +145,15 @@ async def flush_cache(server: Server) -> None:
 async def running_requests(server: Server) -> int:
     async with aiohttp.ClientSession() as http, http.get(f"{server.url}/v1/loads") as answer:
         return sum(load["num_running_reqs"] for load in (await answer.json())["loads"])
+
+
+async def begun_session(api: Api, question: str, **settings: Any) -> tuple[str, list[Any]]:
+    """A session with one turn, and its messages; a reply that is cut off cannot be continued, and is left behind."""
+    while True:
+        session = await api.create()
+        choice = (await api.turn(session, [user(question)], **settings))["choices"][0]
+        if choice["finish_reason"] != "length":
+            return session, [user(question), choice["message"]]
 
 
 def script(name: str, *arguments: object) -> tuple[list[str], dict[str, str]]:

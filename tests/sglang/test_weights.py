@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conversations import user
 from scripted import served, until
-from sglang_servers import Models, Server, Transformers, client, post, running_requests, sampled
+from sglang_servers import Models, Server, Transformers, begun_session, client, post, running_requests, sampled
 
 from miles_norm.session.engines.hugging_face import HuggingFaceRenderer
 from miles_norm.session.engines.sglang import SGLangEngine
@@ -20,14 +20,13 @@ async def test_rows_carry_the_version_of_each_turn_and_its_log_probs(
     engine = SGLangEngine(sglang.url, HuggingFaceRenderer(models.first))
     async with served(engine) as api:
         await engine.update_weights(models.first, "1")
-        session = await api.create()
-        question, settings = user("0 so far, box 4"), {"stop": ["e", "\n"], "max_tokens": 100}
-        first = (await api.turn(session, [question], **settings))["choices"][0]["message"]
+        settings = {"stop": ["e", "\n"], "max_tokens": 100}
+        session, begun = await begun_session(api, "0 so far, box 4", **settings)
         await engine.update_weights(models.second, "2")
         for number in (5, 6):
-            await api.turn(session, [question, first, user(f"1 so far, box {number}")], **settings)
+            await api.turn(session, [*begun, user(f"1 so far, box {number}")], **settings)
         await engine.update_weights(models.first, "3")
-        await api.turn(session, [question], **settings)
+        await api.turn(session, begun[:1], **settings)
         rows = await api.rows(session, index=0, picker="keep_all")
         spans = [node["completion_span"] for node in (await api.show(session))["tree"]["nodes"]]
     assert [row.weight_versions for row in rows] == [["1", "2"], ["1", "2"], ["3"]]
@@ -59,7 +58,6 @@ async def test_a_generation_that_runs_finishes_under_the_weights_that_it_began_w
         turn = asyncio.create_task(api.turn(session, [user("0 so far, box 1")], **long))
         await until(lambda: running_requests(sglang))
         await engine.update_weights(models.second, "new")
-        assert turn.done() or await running_requests(sglang) == 0
         await turn
         await api.turn(session, [user("0 so far, box 2")], max_tokens=40)
         rows = {row.weight_versions[0]: row for row in await api.rows(session, index=0)}
@@ -67,6 +65,23 @@ async def test_a_generation_that_runs_finishes_under_the_weights_that_it_began_w
     for version, model in (("old", models.first), ("new", models.second)):
         (expected,) = transformers.log_probs([rows[version]], model)
         np.testing.assert_allclose(rows[version].rollout_log_probs, expected, rtol=0, atol=1e-4)
+
+
+async def test_an_update_while_requests_begin_and_end(sglang: Server, models: Models) -> None:
+    """Health checks, and clients that leave: the server still works for them when its last answer is out."""
+    engine = SGLangEngine(sglang.url, HuggingFaceRenderer(models.first))
+    async with served(engine) as api:
+        session = await api.create()
+        for number in range(10):
+            checks = [asyncio.create_task(engine.health()) for _ in range(3)]
+            leaver = asyncio.create_task(api.turn(session, [user("leaves")], max_tokens=200, ignore_eos=True))
+            await asyncio.sleep(0.05 * (number % 4))
+            leaver.cancel()
+            await engine.update_weights(models.first, str(number))
+            await api.turn(session, [user("stays")], max_tokens=5)
+            await asyncio.gather(*checks)
+        rows = await api.rows(session, index=0, picker="keep_all")
+    assert sorted(row.weight_versions[0] for row in rows if row.response_length <= 5) == [str(n) for n in range(10)]
 
 
 async def test_versions_are_the_server_s_own(sglang: Server, models: Models) -> None:

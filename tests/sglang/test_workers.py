@@ -13,6 +13,7 @@ from sglang_servers import (
     Models,
     Server,
     Transformers,
+    begun_session,
     router,
     running,
     running_requests,
@@ -96,9 +97,8 @@ async def test_a_server_that_is_killed_costs_its_turns_and_no_session(
     engine = SGLangEngine(sglang.url, HuggingFaceRenderer(models.first))
     async with served(engine) as api:
         await engine.update_weights(models.second, "2")
-        session, question = await api.create(), user("0 so far, box 1")
-        first = (await api.turn(session, [question], **SHORT))["choices"][0]["message"]
-        conversation = [question, first, user("1 so far, box 2")]
+        session, begun = await begun_session(api, "0 so far, box 1", **SHORT)
+        conversation = [*begun, user("1 so far, box 2")]
         cut_off = asyncio.create_task(api.try_turn(session, conversation, **LONG))
         await until(lambda: running_requests(sglang))
         sglang.kill()

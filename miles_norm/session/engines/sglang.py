@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -33,6 +34,10 @@ _PLAIN_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _CONNECT_S, _HEALTH_S = 10.0, 10.0
 # uvicorn closes an idle connection after 5 s; one that is closed while it is taken up again costs the request.
 _KEEP_ALIVE_S = 2.0
+# Part of the answer to an update that met a request in its last moments, such as a health check or one that was
+# aborted: the weights are new, while what was cached under the old ones, and their version, are still there.
+_NOT_FLUSHED = "the cache was not flushed"
+_FLUSH_S, _FLUSH_PAUSE_S = 60.0, 0.05
 
 
 class SGLangEngine:
@@ -128,6 +133,8 @@ class SGLangEngine:
     async def update_weights(self, path: str | os.PathLike[str], weight_version: str) -> None:
         """Have the server, or all workers at once, load a model folder that they can read under this path.
 
+        An update that a server could not finish, since some request was just ending, is repeated for up to a minute.
+
         Raises:
             EngineUnavailableError, EngineRejectedError: as ``generate``; the old weights stay where that happened. Of
                 several workers the others have the new ones, and each completion names those that it was sampled with.
@@ -140,9 +147,18 @@ class SGLangEngine:
                 raise failure
 
     async def _update(self, server: str, body: dict[str, Any]) -> None:
-        answer = await self._json("POST", f"{server}/update_weights_from_disk", body)
-        if not isinstance(answer, Mapping) or answer.get("success") is not True:
-            raise EngineRejectedError.of_answer(400, json.dumps(answer))
+        deadline = time.monotonic() + _FLUSH_S
+        while True:
+            try:
+                answer = await self._json("POST", f"{server}/update_weights_from_disk", body)
+            except EngineRejectedError as refusal:
+                if _NOT_FLUSHED not in refusal.body or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_FLUSH_PAUSE_S)
+                continue
+            if not isinstance(answer, Mapping) or answer.get("success") is not True:
+                raise EngineRejectedError.of_answer(400, json.dumps(answer))
+            return
 
     async def _served_model(self) -> str:
         answer = await self._json("GET", f"{self._url}/v1/models")

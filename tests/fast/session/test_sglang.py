@@ -13,6 +13,7 @@ from fake_sglang import FakeSGLang, log_prob, serving
 
 from miles_norm.errors import ConfigError, EngineContractError, EngineRejectedError, EngineUnavailableError
 from miles_norm.session.completion import Completion
+from miles_norm.session.engines import sglang
 from miles_norm.session.engines.chatml import ChatMLRenderer
 from miles_norm.session.engines.protocol import Engine, GenerationRequest, wait_until_ready
 from miles_norm.session.engines.sglang import SGLangEngine
@@ -294,6 +295,15 @@ def test_weights_that_the_server_cannot_load(status: str) -> None:
         run(server, lambda engine: engine.update_weights("nowhere", "1"))
     assert raised.value.status == 400
     assert server.weight_version == "default"
+
+
+def test_an_update_that_meets_a_request_which_is_just_ending_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeSGLang(unflushed=2)
+    run(server, lambda engine: engine.update_weights("folder", "1"))
+    assert (server.weight_version, len(server.bodies)) == ("1", 3)
+    monkeypatch.setattr(sglang, "_FLUSH_S", 0.1)
+    with pytest.raises(EngineRejectedError, match="the cache was not flushed"):
+        run(FakeSGLang(unflushed=10**6), lambda engine: engine.update_weights("folder", "1"))
 
 
 def test_new_weights_go_to_every_worker_behind_a_router() -> None:

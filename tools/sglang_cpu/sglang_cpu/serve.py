@@ -38,7 +38,7 @@ _OPTIONS = {
     "--cuda-graph-backend-decode": "disabled",
     "--cuda-graph-backend-prefill": "disabled",
     "--mem-fraction-static": "0.1",
-    "--max-total-tokens": "16384",
+    "--max-total-tokens": "32768",
     "--tool-call-parser": "qwen",
 }
 
@@ -75,6 +75,7 @@ def _run(command: str, model: Path, port: int, options: Sequence[str], log: Path
     url = f"http://127.0.0.1:{port}"
     print(f"starting SGLang on {model}, log in {log}", flush=True)
     began = time.monotonic()
+    log.unlink(missing_ok=True)  # What is left of an earlier server may still write to the old one.
     with log.open("wb") as output:
         process = subprocess.Popen(
             launch_command(model, port, options), env=_environment(), stdout=output, stderr=output
@@ -119,6 +120,8 @@ def main() -> None:
         "--timeout", type=float, default=600, help="with --run: seconds that the server may take to start"
     )
     options, others = parser.parse_known_args()
+    if not (options.model / "config.json").is_file():
+        parser.error(f"no model in {options.model}: python -m sglang_cpu.tiny_model {options.model} writes one")
     port = options.port or _free_port()
     if options.run:
         sys.exit(_run(options.run, options.model, port, others, options.log, options.timeout))

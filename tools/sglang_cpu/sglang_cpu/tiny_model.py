@@ -68,7 +68,7 @@ def write_tiny_model(
     seed: int = 0,
     hidden_size: int = 64,
     num_layers: int = 2,
-    max_length: int = 2048,
+    max_length: int = 16_384,
 ) -> int:
     """Write model, tokenizer and chat template in float32; the number of parameters.
 
