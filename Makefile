@@ -56,7 +56,7 @@ endef
 
 .DELETE_ON_ERROR:
 .SECONDEXPANSION:
-.PHONY: help install demo demo-dump test test-session test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
+.PHONY: help install demo demo-dump test test-session test-ray test-browser test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -87,6 +87,7 @@ demo: $(VENV)/.demo ## the whole job: serve a policy, roll out an agent, normali
 	$(call show,miles-norm normalize $(OUT)/rollout.jsonl --config $(CONFIG))
 	$(call show,miles-norm convert $(OUT)/rollout.jsonl $(OUT)/train.safetensors --config $(CONFIG) --force)
 	$(call show,miles-norm explain $(OUT)/rollout.jsonl --row 0 --config $(CONFIG))
+	$(call show,miles-norm audit $(OUT)/rollout.jsonl --config $(CONFIG) -o $(OUT)/report.html --force)
 	@echo; echo 'Next, an agent of your own against a server of its own:'
 	@echo '  $(BIN)/miles-norm serve --set port=8811'
 	@echo '  $(BIN)/miles-norm rollout --server http://127.0.0.1:8811 --agent my_agent.py:solve --prompts prompts.jsonl -o rollout.jsonl'
@@ -103,7 +104,18 @@ test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 	@$(BIN)/python -m pytest --cov -n auto $(PYTEST_ARGS)
 
 test-session: $(VENV)/.dev ## the session server: real processes, OpenAI's client, faults
-	@$(BIN)/python -m pytest tests/session $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/session -n auto $(PYTEST_ARGS)
+
+$(VENV)/.ray $(VENV)/.browser: $(VENV)/.%: $(VENV)/.dev
+	@echo "[$*] what its tests need"
+	@$(PIP_INSTALL) -e '.[$*]' -c constraints.txt
+	@touch $@
+
+test-ray: $(VENV)/.ray ## a local Ray and a simulated cluster of four nodes
+	@$(BIN)/python -m pytest tests/ray $(PYTEST_ARGS)
+
+test-browser: $(VENV)/.browser ## the report of an audit in a real Chromium, which CHROMIUM names
+	@$(BIN)/python -m pytest tests/browser $(PYTEST_ARGS)
 
 test-distributed: $(VENV)/.dev ## gradients over two real processes
 	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)

@@ -13,10 +13,12 @@ Times are the best of several runs; memory is the growth of the peak of a proces
 """
 
 import argparse
+import dataclasses
 import functools
 import gc
 import json
 import multiprocessing
+import operator
 import platform
 import resource
 import sys
@@ -30,12 +32,20 @@ import numpy as np
 import torch
 
 from miles_norm import NormalizationConfig, Sample, convert_samples_to_train_data
+from miles_norm.columns.masks import count_masks
 from miles_norm.storage import read_train_data, write_train_data
 
 FAN_OUT = (1, 2, 3, 4, 5)
 FAN_OUT_SHARES = (0.36, 0.22, 0.18, 0.13, 0.11)
 ROLLOUTS_PER_GROUP = 8
 PROMPT = 1_024
+READ_FIELDS = (
+    "group_index", "index", "rollout_id", "reward", "loss_mask", "response_length", "remove_sample", "is_padding",
+    "status", "adapter", "tokens", "rollout_log_probs", "teacher_log_probs", "opd_reverse_kl",
+    "rollout_routed_experts", "rollout_indexer_topk", "train_metadata", "multimodal_train_inputs", "weight_versions",
+    "metadata",
+)  # fmt: skip
+"""What a conversion looks at in every row."""
 CONFIG = NormalizationConfig(advantage_estimator="grpo")
 
 
@@ -173,6 +183,24 @@ def peak_share(rows: int, response: int, kind: str) -> float:
     return value
 
 
+def profile(samples: list[Sample]) -> dict[str, float]:
+    """Milliseconds of what a conversion cannot do without: reading the fields of every row, looking at every mask.
+
+    Of the plain conversion, the two sums over every mask that it takes.
+    """
+    names = [field.name for field in dataclasses.fields(Sample)]
+    masks = [sample.loss_mask for sample in samples]
+    own = best(
+        lambda: ours(samples),
+        lambda: [list(map(operator.attrgetter(name), samples)) for name in READ_FIELDS if name in names],
+        lambda: count_masks(masks),
+        lambda: [sum(mask) + sum(mask) for mask in masks] if isinstance(masks[0], list) else None,
+        seconds=8.0,
+    )
+    parts = dict(zip(("conversion", "reading_fields", "counting_masks", "two_sums_of_lists"), own, strict=True))
+    return {name: seconds * 1e3 for name, seconds in parts.items()}
+
+
 def decoding(rows: int, response: int) -> dict[str, float]:
     """Seconds to decode train data from safetensors: to columns, to columns of which every byte is read, to lists."""
     with tempfile.TemporaryDirectory() as folder:
@@ -185,6 +213,22 @@ def decoding(rows: int, response: int) -> dict[str, float]:
             lambda: read_train_data(path).as_miles_dict(),
         )
     return {"columns": columns, "touched": touched, "lists": lists}
+
+
+def print_profiles(figures: dict[str, Any]) -> None:
+    lists, arrays = (figures[kind]["profile_ms"] for kind in ("lists", "arrays"))
+    print(
+        f"of {lists['conversion']:.1f} ms from lists, counting the masks takes {lists['counting_masks']:.1f} ms ",
+        end="",
+    )
+    print(f"and reading the fields {lists['reading_fields']:.1f} ms;")
+    sums = lists["two_sums_of_lists"]
+    print(f"  of {figures['plain_ms']:.1f} ms of the plain one, its two sums over the masks {sums:.1f} ms")
+    print(
+        f"of {arrays['conversion']:.1f} ms from arrays, counting the masks takes {arrays['counting_masks']:.1f} ms ",
+        end="",
+    )
+    print(f"and reading the fields {arrays['reading_fields']:.1f} ms")
 
 
 def main() -> None:
@@ -208,7 +252,7 @@ def main() -> None:
             samples = []  # before the next ones are made
             samples = make_samples(rows, response, kind)
             own = best(functools.partial(ours, samples))[0]
-        figures[kind] = {"ms": own * 1e3, "times_faster": plain / own}
+        figures[kind] = {"ms": own * 1e3, "times_faster": plain / own, "profile_ms": profile(samples)}
         memory = ""
         if kind != "lists":
             assert np.shares_memory(ours(samples)["tokens"].row(0), samples[0].tokens)
@@ -216,6 +260,7 @@ def main() -> None:
                 figures[kind]["peak_share_of_payload"] = peak_share(rows, response, kind)
                 memory = f"{figures[kind]['peak_share_of_payload']:.2%} of the payload"
         print(f"{'ours, ' + kind:<16} {own * 1e3:>8.1f} {own / rows * 1e6:>7.2f} {plain / own:>9.1f}  {memory}")
+    print_profiles(figures)
     rows = 50 if options.short else 500
     seconds = decoding(rows, response)
     figures["decoding_s"] = seconds

@@ -136,15 +136,21 @@ def compare(rows: int, shuffled: bool) -> dict[str, float | int | str]:
     }
 
 
-def growth_exponent(largest: int) -> tuple[float, list[tuple[int, float]]]:
-    """Slope of log time over log rows between 1e4 and ``largest``; 1 is linear."""
-    sizes = [10**k for k in range(4, int(math.log10(largest)) + 1)]
-    times = []
-    for size in sizes:
+def growth(largest: int) -> dict[str, list[tuple[int, float]]]:
+    """Seconds over rows from 1e4 to ``largest``: of normalization, and of a copy of the columns beside it."""
+    found: dict[str, list[tuple[int, float]]] = {"ours": [], "copy": []}
+    for size in [10**k for k in range(4, int(math.log10(largest)) + 1)]:
         columns = make_columns(size, shuffled=False)
-        times.append((len(columns["group"]), best(lambda columns=columns: normalize(columns), 0.5)))
-    x, y = np.log([n for n, _ in times]), np.log([t for _, t in times])
-    return float(np.polyfit(x, y, 1)[0]), times
+        rows = len(columns["group"])
+        found["ours"].append((rows, best(lambda columns=columns: normalize(columns), 3.0)))
+        found["copy"].append((rows, best(lambda columns=columns: [c.clone() for c in columns.values()], 1.0)))
+    return found
+
+
+def exponent(points: list[tuple[int, float]]) -> float:
+    """Slope of log time over log rows; 1 is linear."""
+    x, y = np.log([n for n, _ in points]), np.log([t for _, t in points])
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def _peak(rows: int, shuffled: bool, queue: "multiprocessing.Queue[float]") -> None:
@@ -195,9 +201,11 @@ def main() -> None:
             f"{c['times_one_stable_sort']:>12.2f}x"
         )
     print(f"the tensor loop takes {comparisons[0]['tensor_loop_us_per_row']:.1f} us a row")
-    exponent, times = growth_exponent(largest)
-    print(f"growth exponent from 1e4 to {largest:.0e} rows: {exponent:.3f}")
-    print("  " + ", ".join(f"{n:.0e}: {t * 1e9 / n:.1f} ns/row" for n, t in times))
+    times = growth(largest)
+    exponents = {name: exponent(points) for name, points in times.items()}
+    print(f"growth exponent from 1e4 to {largest:.0e} rows: {exponents['ours']:.3f}; ", end="")
+    print(f"of a copy of the columns: {exponents['copy']:.3f}")
+    print("  " + ", ".join(f"{n:.0e}: {t * 1e9 / n:.1f} ns/row" for n, t in times["ours"]))
     memory = {}
     if sys.platform == "linux":
         for shuffled in (False, True):
@@ -205,7 +213,8 @@ def main() -> None:
             memory[order] = peak_bytes_per_row(largest // 10 if not options.short else largest, shuffled)
             print(f"peak extra memory, {order}: {memory[order]:.0f} bytes a row")
     if options.json:
-        figures = {"comparisons": comparisons, "growth_exponent": exponent, "peak_bytes_per_row": memory}
+        figures = {"comparisons": comparisons, "growth_exponents": exponents, "growth": times}
+        figures["peak_bytes_per_row"] = memory
         options.json.write_text(json.dumps(figures, indent=2))
 
 

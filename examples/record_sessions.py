@@ -13,7 +13,7 @@ from miles_norm.session.server import ServerConfig, running_server
 async def solve(*, base_url, prompt, request_kwargs, metadata, **kwargs):
     """The agent: two drafts of one answer, which are two leaves."""
     messages = [{"role": "user", "content": prompt}]
-    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none") as client:
+    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=metadata.get("api_key", "none")) as client:
         for _ in range(2):
             answer = await client.chat.completions.create(model="policy", messages=messages, **request_kwargs)
     return {"reward": float(len(answer.choices[0].message.content) % 2)}

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_norm.columns.rollout_columns import RolloutColumns
-    from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig, UpdateConfig
+    from miles_norm.config import FilterConfig, LossConfig, NormalizationConfig, StreamConfig, UpdateConfig
     from miles_norm.conversion import convert_samples_to_train_data
+    from miles_norm.distributed import DistributedRewards, normalize_distributed
     from miles_norm.dumps import RolloutDump, read_dump, write_dump
     from miles_norm.errors import MilesNormError
     from miles_norm.filters import filter_rollouts
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from miles_norm.normalize import normalize_columns, normalize_rewards
     from miles_norm.result import NormalizedRewards
     from miles_norm.samples import Sample
+    from miles_norm.sharding import Shard, ShardPlan, plan_shards, split_by_data_parallel
+    from miles_norm.streaming import StreamingNormalizer
     from miles_norm.train_data import TrainData
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DistributedRewards": "distributed",
     "FilterConfig": "config",
     "LossConfig": "config",
     "MilesNormError": "errors",
@@ -32,6 +36,10 @@ _HOMES = {
     "RolloutDump": "dumps",
     "RolloutIndex": "grouping",
     "Sample": "samples",
+    "Shard": "sharding",
+    "ShardPlan": "sharding",
+    "StreamConfig": "config",
+    "StreamingNormalizer": "streaming",
     "TrainData": "train_data",
     "UpdateConfig": "config",
     "UpdatePlan": "loss",
@@ -39,13 +47,17 @@ _HOMES = {
     "filter_rollouts": "filters",
     "loss_weights": "loss",
     "normalize_columns": "normalize",
+    "normalize_distributed": "distributed",
     "normalize_rewards": "normalize",
+    "plan_shards": "sharding",
     "plan_updates": "loss",
     "read_dump": "dumps",
+    "split_by_data_parallel": "sharding",
     "write_dump": "dumps",
 }
 
 __all__ = [
+    "DistributedRewards",
     "FilterConfig",
     "LossConfig",
     "MilesNormError",
@@ -55,6 +67,10 @@ __all__ = [
     "RolloutDump",
     "RolloutIndex",
     "Sample",
+    "Shard",
+    "ShardPlan",
+    "StreamConfig",
+    "StreamingNormalizer",
     "TrainData",
     "UpdateConfig",
     "UpdatePlan",
@@ -62,9 +78,12 @@ __all__ = [
     "filter_rollouts",
     "loss_weights",
     "normalize_columns",
+    "normalize_distributed",
     "normalize_rewards",
+    "plan_shards",
     "plan_updates",
     "read_dump",
+    "split_by_data_parallel",
     "write_dump",
 ]
 

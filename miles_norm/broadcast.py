@@ -41,7 +41,7 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
 
     Raises:
         SampleError: another number of masks than rows, a mask that is None or not one-dimensional, entries other than 0
-            and 1.
+            and 1. The entries of one padded tensor are looked at on the CPU; on another device that would wait for it.
 
     >>> [t.tolist() for t in rows_to_tokens(torch.tensor([2.0, -1.0]), [[1, 0], [0, 1, 1]])]
     [[2.0, 0.0], [0.0, -1.0, -1.0]]
@@ -52,7 +52,8 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
         if len(masks) != len(values):
             raise _bad_masks("loss masks", f"{len(masks)} masks for {len(values)} rows", ())
         mask = masks.to(values.device)
-        bad = torch.nonzero(((mask != 0) & (mask != 1)).any(dim=1))[:, 0].tolist()
+        on_host = mask.device.type == "cpu"
+        bad = torch.nonzero(((mask != 0) & (mask != 1)).any(dim=1))[:, 0].tolist() if on_host else []
         if bad:
             raise _bad_masks(f"loss mask of {format_rows(bad)}", "entries other than 0 and 1", bad)
         return torch.where(mask != 0, values[:, None], 0.0)

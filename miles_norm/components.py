@@ -12,7 +12,7 @@ from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, format_rows
 from miles_norm.grouping import RolloutIndex
 from miles_norm.rewards import FLOAT32_MAX, RolloutRewards, read_components, scored_rows
-from miles_norm.statistics import SegmentStatistics, segment_statistics
+from miles_norm.statistics import SegmentStatistics, counts_of, segment_statistics
 
 __all__ = ["group_components"]
 
@@ -23,8 +23,11 @@ def group_components(
     index: RolloutIndex,
     members: Tensor | None,
     config: NormalizationConfig,
+    largest: int,
 ) -> dict[str, tuple[Tensor, SegmentStatistics]]:
     """Per component float64 ``[R]``, and its statistics over the ``members`` of each group that have it.
+
+    No group has more than ``largest`` members.
 
     Empty for estimators other than ``gdpo``. Under ``missing_reward="zero"`` an unscored row has 0 in each.
 
@@ -42,9 +45,9 @@ def group_components(
         component = read[name][rewards.speaker]
         order = torch.arange(len(component), device=component.device) if members is None else members
         order = order[~torch.isnan(component[order])]
-        count = torch.bincount(index.rollout_group[order], minlength=index.num_groups)
+        count = counts_of(index.rollout_group[order], index.num_groups)
         statistics = segment_statistics(
-            component[order], count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance
+            component[order], count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance, longest=largest
         )
         components[name] = (component, statistics)
     return components

@@ -7,12 +7,13 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from miles_norm.columns.host import host_numbers
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.components import group_components
 from miles_norm.config import NormalizationConfig
 from miles_norm.grouping import RolloutIndex
 from miles_norm.rewards import RolloutRewards, any_row
-from miles_norm.statistics import SegmentStatistics, segment_statistics
+from miles_norm.statistics import SegmentStatistics, counts_of, segment_statistics
 
 __all__ = ["Exclusion", "GroupedRewards", "group_rewards"]
 
@@ -88,8 +89,11 @@ def group_rewards(
         chosen, count = _members(grouped)
     grouped.members = chosen
     values = rewards.values if chosen is None else rewards.values[chosen]
-    grouped.statistics = segment_statistics(values, count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance)
-    grouped.components = group_components(columns, rewards, index, grouped.members, config)
+    (largest,) = host_numbers(count.max()) if len(count) else (0,)
+    grouped.statistics = segment_statistics(
+        values, count, ddof=config.std_ddof, tolerance=config.zero_std_tolerance, longest=largest
+    )
+    grouped.components = group_components(columns, rewards, index, grouped.members, config, largest)
     grouped.without_signal = _without_signal(grouped, config)
     if config.zero_variance_groups == "drop_from_loss":
         grouped.exclude(grouped.without_signal[index.rollout_group], Exclusion.ZERO_VARIANCE)
@@ -116,4 +120,4 @@ def _members(grouped: GroupedRewards) -> tuple[Tensor | None, Tensor]:
     if counted is not None:
         order = torch.nonzero(counted)[:, 0] if order is None else order[counted[order]]
     members = index.rollout_group if order is None else index.rollout_group[order]
-    return order, torch.bincount(members, minlength=index.num_groups)
+    return order, counts_of(members, index.num_groups)

@@ -25,6 +25,7 @@
     │   ├── EngineUnavailableError (ConnectionError)  it is down, failed, or did not answer in time
     │   ├── EngineRejectedError (ValueError)  it refused the request; carries an HTTP status and a body
     │   └── EngineContractError (ValueError)  its answer lacks what training needs
+    ├── LostRowsError (RuntimeError)          rows on another machine that are gone
     └── MissingDependencyError (ImportError)  an extra that is not installed
 
 Every message has the same five parts: the subject, what was got, what was expected, why it matters, and how to mend it.
@@ -45,6 +46,7 @@ __all__ = [
     "GroupingError",
     "HookError",
     "JournalError",
+    "LostRowsError",
     "MilesNormError",
     "MissingDependencyError",
     "MissingRewardError",
@@ -222,6 +224,10 @@ class EngineRejectedError(EngineError, ValueError):
 
 class EngineContractError(EngineError, ValueError):
     """An answer that lacks what training needs, such as the ids of the sampled tokens."""
+
+
+class LostRowsError(MilesNormError, RuntimeError):
+    """Rows on another machine that are gone and cannot be made again."""
 
 
 class MissingDependencyError(MilesNormError, ImportError):

@@ -12,7 +12,7 @@ from miles_norm.errors import NoSuchRowError
 if TYPE_CHECKING:
     from miles_norm.result import NormalizedRewards
 
-__all__ = ["explain_row"]
+__all__ = ["explain_row", "explain_siblings"]
 
 GROUP_RULES = {
     "prompt_group_sizes": "the sizes that were passed in",
@@ -71,6 +71,13 @@ def explain_row(result: NormalizedRewards, row: int) -> str:
     width = max(len(name) for name, _ in lines)
     head = f"row {row}: advantage {_number(float(result.advantages[row]))}"
     return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in lines)])
+
+
+def explain_siblings(result: NormalizedRewards, rows: list[int]) -> tuple[list[str], list[list[str]]]:
+    """What the explanations of the rows of a rollout say alike, and the lines of each that are its own, head first."""
+    texts = [explain_row(result, row).splitlines() for row in rows]
+    shared = [line for line in texts[0][1:] if all(line in text for text in texts)]
+    return shared, [[text[0], *(line for line in text[1:] if line not in shared)] for text in texts]
 
 
 def _number(value: float) -> str:

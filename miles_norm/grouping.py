@@ -15,7 +15,7 @@ from miles_norm.config import NormalizationConfig
 from miles_norm.errors import GroupingError, format_rows, shown
 from miles_norm.runs import number_rows
 
-__all__ = ["RolloutIndex", "recover_groups"]
+__all__ = ["RolloutIndex", "mixed_groups", "recover_groups"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +83,19 @@ class RolloutIndex:
 
     def rows_of_rollout(self, rollout: int) -> list[int]:
         """Rows of one rollout, ascending."""
-        rows: list[int] = torch.nonzero(self.row_rollout == rollout)[:, 0].tolist()
-        return rows
+        return _part(*self._rows_by_rollout, rollout)
 
     def rollouts_of_group(self, group: int) -> list[int]:
         """Rollouts of one prompt group, ascending."""
-        rollouts: list[int] = torch.nonzero(self.rollout_group == group)[:, 0].tolist()
-        return rollouts
+        return _part(*self._rollouts_by_group, group)
+
+    @cached_property
+    def _rows_by_rollout(self) -> tuple[Tensor, list[int]]:
+        return _sorted_parts(self.row_rollout, self.num_rollouts)
+
+    @cached_property
+    def _rollouts_by_group(self) -> tuple[Tensor, list[int]]:
+        return _sorted_parts(self.rollout_group, self.num_groups)
 
     @cached_property
     def groups(self) -> list[list[int]]:
@@ -97,6 +103,17 @@ class RolloutIndex:
         rows = torch.sort(self.row_group, stable=True).indices
         sizes = torch.bincount(self.row_group, minlength=self.num_groups)
         return [part.tolist() for part in rows.split(sizes.tolist())]
+
+
+def _sorted_parts(part: Tensor, parts: int) -> tuple[Tensor, list[int]]:
+    """Positions, part after part and ascending within each, and where each part begins, with an end: sorted once."""
+    starts = torch.cumsum(torch.bincount(part, minlength=parts), 0)
+    return torch.sort(part, stable=True).indices, [0, *starts.tolist()]
+
+
+def _part(positions: Tensor, starts: list[int], number: int) -> list[int]:
+    found: list[int] = positions[starts[number] : starts[number + 1]].tolist()
+    return found
 
 
 def _labels(column: IdColumn | None, rows: Tensor) -> list[Hashable]:
@@ -291,14 +308,12 @@ def _contradictions(
                 f"another number of rollouts than n_samples_per_prompt={n}, so rows of one rollout or of several "
                 f"prompts were mixed; set {config.group_key} on every row or pass prompt_group_sizes"
             )
-    if sizes is not None and columns.group is not None and not _rows_without_group(columns.group, columns.padding):
-        mixed = _groups_with_several_ids(index, _with_adapter(columns.group, columns.adapter).codes, columns.padding)
-        if mixed:
-            stale = "the sizes may be stale: " if index.group_source == "prompt_group_sizes" else ""
-            warnings.append(
-                f"{stale}rows with different {config.group_key} are in one group by {index.group_source}, in "
-                f"{format_rows(mixed, 'group', 8)}"
-            )
+    if mixed := mixed_groups(index, columns):
+        stale = "the sizes may be stale: " if index.group_source == "prompt_group_sizes" else ""
+        warnings.append(
+            f"{stale}rows with different {config.group_key} are in one group by {index.group_source}, in "
+            f"{format_rows(mixed, 'group', 8)}"
+        )
     if index.group_source == "prompt_group_sizes" and columns.nested_sizes not in (None, tuple(sizes or ())):
         warnings.append("the sizes may be stale: the input is nested into other groups, and the sizes win")
     pairs = [(row, other) for row, other in columns.id_collisions if index.row_rollout[row] == index.row_rollout[other]]
@@ -329,9 +344,14 @@ def _ids_in_several_groups(index: RolloutIndex, first_row: Tensor) -> str:
     return f"rollout id{'' if len(once) == 1 else 's'} {', '.join(map(str, shown))}{rest}"
 
 
-def _groups_with_several_ids(index: RolloutIndex, codes: Tensor, padding: Tensor | None) -> list[int]:
-    real = slice(None) if padding is None else ~padding
-    codes, group = codes[real], index.row_group[real]
+def mixed_groups(index: RolloutIndex, columns: RolloutColumns) -> list[int]:
+    """Groups by recorded sizes or nesting whose rows have different group ids, where all rows have one."""
+    if index.group_source not in ("prompt_group_sizes", "nesting") or columns.group is None:
+        return []
+    if _rows_without_group(columns.group, columns.padding):
+        return []
+    real = slice(None) if columns.padding is None else ~columns.padding
+    codes, group = _with_adapter(columns.group, columns.adapter).codes[real], index.row_group[real]
     highest, lowest = (
         codes.new_zeros(index.num_groups).scatter_reduce_(0, group, codes, reduce, include_self=False)
         for reduce in ("amax", "amin")

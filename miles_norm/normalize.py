@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
+from miles_norm.columns.host import host_numbers
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.columns.sample_columns import columns_from_samples
 from miles_norm.config import NormalizationConfig
@@ -18,9 +19,9 @@ from miles_norm.estimation import rollout_advantages
 from miles_norm.grouping import RolloutIndex, recover_groups
 from miles_norm.result import Advantages, NormalizedRewards
 from miles_norm.rewards import RolloutRewards, choose_rollout_rewards
-from miles_norm.statistics import SegmentStatistics, plain
+from miles_norm.statistics import SegmentStatistics
 
-__all__ = ["normalize_columns", "normalize_grouped", "normalize_rewards"]
+__all__ = ["normalize_columns", "normalize_grouped", "normalize_rewards", "normalize_silently"]
 
 NEARLY_EQUAL = 1e-6
 """A group whose rewards range over less than this share of the largest is reported."""
@@ -69,26 +70,37 @@ def normalize_columns(
     [2.0, 2.0, -2.0]
     """
     config = NormalizationConfig.checked(_DEFAULTS if config is None else config)
+    return _logged(normalize_silently(columns, config, prompt_group_sizes))
+
+
+def normalize_silently(
+    columns: RolloutColumns, config: NormalizationConfig, prompt_group_sizes: Sequence[int] | Tensor | None = None
+) -> NormalizedRewards:
+    """``normalize_columns`` whose warnings are in the result alone, for who computes many results to compare them."""
     if config.device is not None:
         columns = _moved(columns, config.device)
     index, warnings = recover_groups(columns, config, prompt_group_sizes)
-    return normalize_grouped(columns, index, config, warnings)
+    return _normalized(columns, index, config, warnings)
 
 
-def normalize_grouped(
-    columns: RolloutColumns, index: RolloutIndex, config: NormalizationConfig, warnings: Sequence[str] = ()
+def normalize_grouped(columns: RolloutColumns, index: RolloutIndex, config: NormalizationConfig) -> NormalizedRewards:
+    """``normalize_columns`` for a batch whose groups and rollouts are known."""
+    return _logged(_normalized(columns, index, config, ()))
+
+
+def _logged(result: NormalizedRewards) -> NormalizedRewards:
+    for text in result.warnings:
+        logger.warning(text)
+    return result
+
+
+def _normalized(
+    columns: RolloutColumns, index: RolloutIndex, config: NormalizationConfig, warnings: Sequence[str]
 ) -> NormalizedRewards:
-    """``normalize_columns`` for a batch whose groups and rollouts are known.
-
-    Args:
-        warnings: What their recovery had to say.
-    """
     rewards = choose_rollout_rewards(columns, index, config)
     grouped = group_rewards(columns, index, rewards, config)
     advantages, moments = rollout_advantages(rewards, grouped, config)
     found = (*columns.notes, *warnings, *rewards.warnings, *_group_warnings(rewards, grouped, config))
-    for text in found:
-        logger.warning(text)
     return NormalizedRewards(columns, config, rewards, grouped, Advantages(advantages, moments), found)
 
 
@@ -117,16 +129,19 @@ def _group_warnings(rewards: RolloutRewards, grouped: GroupedRewards, config: No
     statistics, index = grouped.statistics, grouped.index
     warnings = []
     tested = [each for _, each in grouped.components.values()] or [statistics]
-    nearly = sorted({group for each in tested for group in _nearly_equal(each)}) if config.normalizes_groups else []
-    if nearly:
+    near = [_nearly_equal(each) for each in tested] if config.normalizes_groups else []
+    largest = statistics.count.max() if index.num_groups else statistics.count.new_zeros(())
+    found = host_numbers(largest, rewards.row_tokens.max(), *(each.sum() for each in near))
+    most, tokens = found[:2]
+    if any(found[2:]):
+        nearly = sorted({group for each in near for group in torch.nonzero(each)[:, 0].tolist()})
         ids = [index.group_ids[group] for group in nearly]
         warnings.append(
             f"rewards of {format_rows(ids, 'prompt group', 8)} differ by at most {NEARLY_EQUAL:g} of the largest, "
             "which may be rounding; zero_std_tolerance counts them as equal"
         )
-    if not int(plain(rewards.row_tokens).max()):
+    if not tokens:
         warnings.append("no row has a trainable token, so nothing will be trained")
-    most = int(plain(statistics.count).max()) if index.num_groups else 0
     if most == 0:
         warnings.append("no rollout counts: all advantages are 0")
     elif most == 1 and config.normalizes_groups and index.num_rollouts > 1:
@@ -139,11 +154,6 @@ def _group_warnings(rewards: RolloutRewards, grouped: GroupedRewards, config: No
     return warnings
 
 
-def _nearly_equal(statistics: SegmentStatistics) -> list[int]:
-    """Groups whose values differ, but by no more than rounding might."""
-    nearly = plain(statistics.range) <= plain(statistics.largest) * NEARLY_EQUAL
-    nearly &= ~plain(statistics.equal)
-    groups: list[int] = (
-        nearly.nonzero()[0].tolist() if isinstance(nearly, np.ndarray) else nearly.nonzero()[:, 0].tolist()
-    )
-    return groups
+def _nearly_equal(statistics: SegmentStatistics) -> Tensor:
+    """bool ``[G]``: values of the group differ, but by no more than rounding might."""
+    return (statistics.range <= statistics.largest * NEARLY_EQUAL) & ~statistics.equal

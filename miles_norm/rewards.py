@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from miles_norm.columns.host import host_numbers
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import DisagreeingRewardsError, MissingRewardError, RewardError, format_rows
 from miles_norm.grouping import RolloutIndex
-from miles_norm.statistics import segment_statistics
+from miles_norm.statistics import counts_of, segment_statistics
 
 __all__ = ["FLOAT32_MAX", "RolloutRewards", "any_row", "choose_rollout_rewards", "read_components", "scored_rows"]
 
@@ -88,7 +89,7 @@ def any_row(flag: Tensor, index: RolloutIndex) -> Tensor:
 def _scored_values(columns: RolloutColumns, config: NormalizationConfig) -> tuple[Tensor, Tensor | None]:
     """Each row's own reward, NaN where unscored, and which rows are scored (None: all)."""
     reward = columns.reward
-    low, high = (float(x) for x in torch.aminmax(reward))  # NaN if any is NaN
+    low, high = host_numbers(*torch.aminmax(reward))  # NaN if any is NaN
     if low >= -FLOAT32_MAX and high <= FLOAT32_MAX and columns.scored is None:
         return reward, None
     scored = scored_rows(columns)
@@ -212,7 +213,7 @@ def _fold(siblings: _Siblings, fold: str) -> tuple[Tensor, Tensor]:
     rows = torch.sort(index.row_rollout, stable=True).indices
     if padding is not None:
         rows = rows[~padding[rows]]
-    count = torch.bincount(index.row_rollout[rows], minlength=index.num_rollouts)
+    count = counts_of(index.row_rollout[rows], index.num_rollouts)
     absent = torch.isnan(values)
     complete = ~any_row(absent if padding is None else absent & ~padding, index)
     statistics = segment_statistics(values.masked_fill(absent, 0.0)[rows], count)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_norm.columns.host import host_numbers
+
 __all__ = ["NumberedRuns", "number_rows"]
 
 
@@ -126,8 +128,7 @@ def _sorted_rows(group: Tensor, rollout: Tensor | None) -> Tensor:
     """Rows by (group, rollout, row)."""
     if rollout is None:
         return torch.sort(group, stable=True).indices
-    low, high = (int(x) for x in torch.aminmax(group))
-    least, most = (int(x) for x in torch.aminmax(rollout))
+    low, high, least, most = host_numbers(*torch.aminmax(group), *torch.aminmax(rollout))
     span = most - least + 1
     if (high - low + 1) * span < 2**63:
         return torch.sort((group - low) * span + (rollout - least), stable=True).indices

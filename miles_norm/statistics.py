@@ -4,8 +4,9 @@ The values of a segment are sorted, then added as a binary tree over adjacent pa
 The shape of the tree depends on positions alone and a missing leaf counts as 0, so neither the order of the input, nor
 the other segments, nor the width of the buffer, nor the device changes a bit. A running sum or an atomic add would.
 
-Segments are worked on in blocks of equal width (the next power of two), a bounded number of values at a time, so that
-one huge segment beside many small ones costs at most twice its size.
+On a CPU segments are worked on in blocks of equal width (the next power of two), a bounded number of values at a time,
+so that one huge segment beside many small ones costs at most twice its size. On another device all segments go through
+the tree side by side, in as many steps as the longest one needs, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["SegmentStatistics", "plain", "segment_statistics"]
+__all__ = ["SegmentStatistics", "counts_of", "segment_statistics", "square_root"]
 
 SQUARE_UNDERFLOW = 2.0**-500
 """A range below this cannot be squared in float64, so its values count as equal."""
@@ -36,6 +37,8 @@ class SegmentStatistics:
 
     count: Tensor
     """int64: number of values."""
+    longest: int
+    """No segment has more values."""
     total: Tensor
     """Sum."""
     mean: Tensor
@@ -52,12 +55,25 @@ class SegmentStatistics:
     """bool: all values are equal, or range over no more than the tolerance; true for a segment of one or none."""
 
 
-def plain(values: Tensor) -> Any:
-    """The numpy view of a tensor on the CPU, where a call costs less; a tensor elsewhere as it is."""
-    return values.numpy() if values.device.type == "cpu" else values
+def square_root(values: Tensor) -> Tensor:
+    """The correctly rounded root; torch's own is off by a bit for some values on a CPU, and by none on a GPU."""
+    return torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
 
 
-def segment_statistics(values: Tensor, count: Tensor, *, ddof: int = 1, tolerance: float = 0.0) -> SegmentStatistics:
+def counts_of(numbers: Tensor, size: int) -> Tensor:
+    """int64 ``[size]``: how often each number from 0 on appears; the host waits for nothing.
+
+    >>> counts_of(torch.tensor([0, 2, 2]), 4).tolist()
+    [1, 0, 2, 0]
+    """
+    if numbers.device.type == "cpu":
+        return torch.bincount(numbers, minlength=size)
+    return numbers.new_zeros(size).index_add_(0, numbers, torch.ones_like(numbers))
+
+
+def segment_statistics(
+    values: Tensor, count: Tensor, *, ddof: int = 1, tolerance: float = 0.0, longest: int | None = None
+) -> SegmentStatistics:
     r"""Two-pass statistics of segments that lie one after another in ``values``.
 
     .. math:: \mu = \frac{1}{n} \sum_i v_i, \qquad \sigma = \sqrt{\frac{1}{n - \mathrm{ddof}} \sum_i (v_i - \mu)^2}
@@ -69,17 +85,20 @@ def segment_statistics(values: Tensor, count: Tensor, *, ddof: int = 1, toleranc
         count: int64 ``[S]``, the length of each segment; zeros are allowed; sums to M.
         ddof: 1 for the sample standard deviation, 0 for the population's.
         tolerance: A range of at most this share of the largest absolute value counts as equal.
+        longest: No segment is longer, which spares steps on a device; M if it is not known.
 
     >>> s = segment_statistics(torch.tensor([4.0, 2.0, 0.0, 0.7, 0.7], dtype=torch.float64), torch.tensor([3, 0, 2]))
     >>> s.mean.tolist(), s.std.tolist(), s.equal.tolist()
     ([2.0, 0.0, 0.7], [2.0, 0.0, 0.0], [False, True, True])
     """
-    columns = _columns(values, count)
-    if values.device.type == "cpu":
-        # The same arithmetic by both names; numpy's calls cost less.
-        host = _summary(np, [column.numpy() for column in columns], count.numpy(), ddof, tolerance)
-        return SegmentStatistics(count, *map(torch.from_numpy, host))
-    return SegmentStatistics(count, *_summary(torch, columns, count, ddof, tolerance))
+    most = len(values) if longest is None else longest
+    if values.device.type != "cpu":
+        columns = _device_columns(values, count, most)
+        return SegmentStatistics(count, most, *_summary(torch, columns, count, ddof, tolerance))
+    # The same arithmetic by both names; numpy's calls cost less.
+    host = [column.numpy() for column in _columns(values, count)]
+    found = _summary(np, host, count.numpy(), ddof, tolerance)
+    return SegmentStatistics(count, most, *map(torch.from_numpy, found))
 
 
 def _summary(xp: Any, columns: Sequence[Any], count: Any, ddof: int, tolerance: float) -> tuple[Any, ...]:
@@ -88,8 +107,7 @@ def _summary(xp: Any, columns: Sequence[Any], count: Any, ddof: int, tolerance: 
     spread = high - low
     largest = xp.maximum(high, -low)
     equal = (spread <= largest * tolerance) | (spread <= SQUARE_UNDERFLOW) if tolerance else spread <= SQUARE_UNDERFLOW
-    std = xp.sqrt(squares / (count - ddof).clip(1))
-    std[equal] = 0.0
+    std = xp.where(equal, 0.0, xp.sqrt(squares / (count - ddof).clip(1)))
     return total, xp.where(spread == 0, low, mean), std, low, high, spread, largest, equal
 
 
@@ -99,7 +117,7 @@ def _columns(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
         return values.new_zeros((5, len(count))).unbind()
     start = torch.cumsum(count, 0) - count
     out: tuple[Tensor, ...] = ()
-    for chosen, width in _blocks(count, len(values), values.device.type == "cpu"):
+    for chosen, width in _blocks(count, len(values)):
         if chosen is None:
             return _block(values, start, count, width)
         out = out or values.new_zeros((5, len(count))).unbind()
@@ -111,12 +129,12 @@ def _columns(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
     return out
 
 
-def _blocks(count: Tensor, values: int, bounded: bool) -> Iterator[tuple[slice | Tensor | None, int]]:
+def _blocks(count: Tensor, values: int) -> Iterator[tuple[slice | Tensor | None, int]]:
     """Split the segments into selections of one width; None selects all, a slice costs no copy."""
     segments = len(count)
     width = _width(int(count.max()))
     if segments * width <= 2 * values + _SPARE_CELLS:
-        step = max(1, _BLOCK_CELLS // width) if bounded else segments
+        step = max(1, _BLOCK_CELLS // width)
         if segments <= step:
             yield None, width
         else:
@@ -126,7 +144,7 @@ def _blocks(count: Tensor, values: int, bounded: bool) -> Iterator[tuple[slice |
     for k, present in enumerate(torch.bincount(exponent).tolist()):
         if present:
             chosen = torch.nonzero(exponent == k)[:, 0]
-            yield from ((part, 1 << k) for part in chosen.split(max(1, _BLOCK_CELLS >> k) if bounded else segments))
+            yield from ((part, 1 << k) for part in chosen.split(max(1, _BLOCK_CELLS >> k)))
 
 
 def _width(count: int) -> int:
@@ -135,25 +153,11 @@ def _width(count: int) -> int:
 
 def _block(values: Tensor, start: Tensor, count: Tensor, width: int) -> tuple[Tensor, ...]:
     """What ``_columns`` gives, for segments no longer than ``width``."""
-    if values.device.type == "cpu":
-        # numpy does the same arithmetic at a fraction of the cost of a call, which is what small batches pay.
-        columns = _host_block(values.numpy(), start.numpy(), count.numpy(), width)
-        return tuple(map(torch.from_numpy, columns))
-    position = torch.arange(width, device=values.device)
-    index = (start[:, None] + position).clamp_(max=len(values) - 1)
-    outside = position >= count[:, None]
-    table = torch.sort(values[index].masked_fill_(outside, torch.inf), dim=1).values
-    length = count.clamp(min=1)  # a segment without values reads one that is masked
-    low, high = table[:, 0].clone(), table.gather(1, length[:, None] - 1)[:, 0]
-    total = _tree_sum(table.masked_fill_(outside, 0.0)).clone()  # of a table of one column it is a view
-    mean = total / length
-    squares = _tree_sum(table.sub_(mean[:, None]).square_().masked_fill_(outside, 0.0))
-    empty = count == 0
-    return total, mean, squares, low.masked_fill_(empty, 0.0), high.masked_fill_(empty, 0.0)
+    return tuple(map(torch.from_numpy, _host_block(values.numpy(), start.numpy(), count.numpy(), width)))
 
 
 def _host_block(values: Array, start: Array, count: Array, width: int) -> tuple[Array, ...]:
-    """``_block`` in numpy, step by step the same."""
+    """``_block`` in numpy, which does the same arithmetic at a fraction of the cost of a call."""
     position = np.arange(width)
     index = start[:, None] + position
     np.minimum(index, len(values) - 1, out=index)
@@ -176,8 +180,42 @@ def _host_block(values: Array, start: Array, count: Array, width: int) -> tuple[
     return total, mean, _tree_sum(table), low, high
 
 
-def _tree_sum(table: Any) -> Any:
+def _tree_sum(table: Array) -> Array:
     """Add adjacent columns until one is left; the width of ``table`` is a power of two."""
     while table.shape[1] > 1:
         table = table[:, 0::2] + table[:, 1::2]
     return table[:, 0]
+
+
+def _device_columns(values: Tensor, count: Tensor, longest: int) -> tuple[Tensor, ...]:
+    """What ``_columns`` gives, without a shape or a step that depends on values."""
+    if not len(values):
+        return values.new_zeros((5, len(count))).unbind()
+    start = torch.cumsum(count, 0) - count
+    segment = torch.repeat_interleave(torch.arange(len(count), device=count.device), count, output_size=len(values))
+    order = torch.sort(values, stable=True).indices
+    order = order[torch.sort(segment[order], stable=True).indices]
+    table = values[order]
+    # How many values of its segment follow each one, itself among them.
+    left = (start + count)[segment] - torch.arange(len(values), device=values.device)
+    length, empty = count.clamp(min=1), count == 0
+    first = start.clamp(max=len(values) - 1)
+    total = _device_tree_sum(table, left, longest)[first].masked_fill(empty, 0.0)
+    mean = total / length
+    squares = _device_tree_sum((table - mean[segment]).square(), left, longest)[first].masked_fill(empty, 0.0)
+    low, high = (
+        table[place].masked_fill(empty, 0.0) for place in (first, (start + length - 1).clamp(max=len(values) - 1))
+    )
+    return total, mean, squares, low, high
+
+
+def _device_tree_sum(table: Tensor, left: Tensor, longest: int) -> Tensor:
+    """``_tree_sum`` of all segments at once; the first value of each becomes its sum.
+
+    A value that is no multiple of the step from the start of its segment adds up what nobody asks for.
+    """
+    step = 1
+    while step < longest:
+        table = table + torch.where(left > step, torch.roll(table, -step), 0.0)
+        step *= 2
+    return table

@@ -40,6 +40,6 @@ def opo_advantages(
     else:
         group_of = group
     length = statistics.count.new_zeros(len(statistics.count)).index_add_(0, group_of, tokens)
-    total = segment_statistics(weighted, statistics.count).total
+    total = segment_statistics(weighted, statistics.count, longest=statistics.longest).total
     baseline = torch.where(length > 0, total / length.clamp(min=1), statistics.mean)
     return rewards - baseline[group]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import GroupingError, RewardError, format_rows
-from miles_norm.statistics import SegmentStatistics
+from miles_norm.statistics import SegmentStatistics, square_root
 
 __all__ = ["analytic_pass_at_k_advantages", "topk_gap_advantages"]
 
@@ -91,7 +91,7 @@ def analytic_pass_at_k_advantages(
         return torch.zeros_like(rewards)
     wrong = n - statistics.total
     all_wrong = _draws(wrong, n, k)
-    sigma = ((1 - all_wrong) * all_wrong).sqrt()
+    sigma = square_root((1 - all_wrong) * all_wrong)
     sigma = torch.where(sigma > 0, sigma, torch.inf)
     others_wrong = _draws(wrong - 1, n - 1, k - 1)
     return torch.where(rewards == 1, (all_wrong / sigma)[group], ((all_wrong - others_wrong) / sigma)[group])

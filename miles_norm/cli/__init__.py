@@ -1,6 +1,7 @@
-"""The command line: ``miles-norm normalize``, ``explain``, ``plan``, ``convert`` and ``config``.
+"""The command line: ``miles-norm normalize``, ``explain``, ``audit``, ``diff``, ``plan``, ``convert`` and ``config``.
 
-Data goes to stdout, messages go to stderr. Exit codes: 0; 2 for anything that the user can mend; 130 after Ctrl-C.
+Data goes to stdout, messages go to stderr. Exit codes: 0; 1 if ``diff`` finds a change; 2 for anything that the user
+can mend; 130 after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 import miles_norm
+from miles_norm.cli.audit_commands import audit, diff
 from miles_norm.cli.inputs import ADDED_KEYS, kept_warnings, load, read_config, read_settings
+from miles_norm.cli.options import Config, Dump, Json, Settings, Sizes
 from miles_norm.cli.output import check_output, write_output
 from miles_norm.cli.terminal import console_for, exit_codes, show_lines, show_warnings
 from miles_norm.cli.usage import FLAG, Command, Group
 from miles_norm.errors import ConfigError
+from miles_norm.pages import strict_json
 from miles_norm.storage.atomic import DUMP_ENDINGS, TRAIN_ENDINGS
 
 __all__ = ["app"]
@@ -27,37 +30,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: miles-norm normalize rollout_0.pt --set advantage_estimator=rloo",
 )
-
-Dump = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DUMP",
-        help="Rollout dump: Miles or slime .pt, .jsonl (.gz, .zst), .parquet, .safetensors. A row needs reward, "
-        "group_index, rollout_id or index, and loss_mask or response_length: see docs/semantics.md.",
-    ),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML file with settings, as miles-norm config prints them."),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="One setting, over those of --config, such as std_ddof=0 or options.whitening=rollout; may be repeated. "
-        "miles-norm config prints all of them.",
-    ),
-]
-Sizes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N,...",
-        help="Rows of each prompt group, such as 8,6,5,6; by default those that the dump's metadata records, "
-        "which 'none' ignores.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print one JSON object instead of text.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -110,7 +82,7 @@ def normalize(  # the command line is what the options are
         check_output(output, dump, DUMP_ENDINGS, force=force)
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
 
-    from miles_norm.cli.report import print_report, report_json, strict_json
+    from miles_norm.cli.report import print_report, report_json
 
     if as_json:
         report = strict_json(report_json(batch)) + "\n"
@@ -151,7 +123,6 @@ def explain(
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
 
     from miles_norm.cli.explanations import explanation_json, print_explanation, select
-    from miles_norm.cli.report import strict_json
 
     selection = select(batch.result, row, rollout, group)
     if as_json:
@@ -160,6 +131,14 @@ def explain(
     print_explanation(console_for(), batch, selection)
     sys.stdout.flush()
     show_warnings(console_for(stderr=True), batch.warnings)
+
+
+app.command(cls=Command, epilog="Example: miles-norm audit rollout_*.pt --config configs/grpo.yaml -o report.html")(
+    audit
+)
+app.command(cls=Command, epilog="Example: miles-norm diff configs/grpo.yaml configs/dr_grpo.yaml --dump rollout_0.pt")(
+    diff
+)
 
 
 @app.command(
@@ -223,8 +202,6 @@ def plan(
     )
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
     if as_json:
-        from miles_norm.cli.report import strict_json
-
         sys.stdout.write(strict_json(plan_json(batch, updates)) + "\n")
         return
     print_plan(console_for(), batch, updates)
@@ -305,9 +282,14 @@ def rollout(  # the command line is what the options are
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="End a rollout that takes longer; it counts as aborted.")
     ] = None,
-    picker: Annotated[str, typer.Option(metavar="NAME", help="Which leaves become rows: drop_retries, keep_all.")] = (
-        "drop_retries"
-    ),
+    picker: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Which leaves become rows: drop_retries (a retried first turn stays: it may as well be a "
+            "sub-agent), keep_all.",
+        ),
+    ] = ("drop_retries"),
     max_seq_len: Annotated[int | None, typer.Option(metavar="T", help="Most tokens of a row.")] = None,
     request: Annotated[
         list[str] | None,
@@ -316,7 +298,8 @@ def rollout(  # the command line is what the options are
     force: Annotated[bool, typer.Option("--force", metavar=FLAG, help="Replace DUMP if it exists.")] = False,
 ) -> None:
     """Run an agent on prompts and write the rows of its rollouts as a dump, ready for normalize."""
-    check_output(output, prompts, DUMP_ENDINGS, force=force)
+    replaces_prompts = output.exists() and prompts.exists() and output.samefile(prompts)
+    check_output(output, prompts, DUMP_ENDINGS, force=force and not replaces_prompts)
 
     from miles_norm.cli.sessions import (
         EngineChoice,
@@ -346,6 +329,8 @@ def rollout(  # the command line is what the options are
     messages = console_for(stderr=True)
     show_warnings(messages, warnings)
     show_rollouts(messages, rows, output)
+    if all(row.status == "aborted" and "error" in row.metadata for row in rows):
+        raise typer.Exit(2)  # nothing to train on
 
 
 def _check_selectors(row: int | None, rollout: str | None, group: str | None) -> None:

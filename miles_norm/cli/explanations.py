@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from miles_norm.audit.details import rollout_json
+from miles_norm.audit.summary import counted, label, number, summarize_groups
 from miles_norm.cli.report import group_json, row_json
 from miles_norm.cli.selection import check_row, find_groups, find_rollouts
-from miles_norm.cli.summary import counted, disagreeing_rows, exclusion_name, json_id, label, number, summarize_groups
 from miles_norm.cli.table import Column, Note, print_table
 from miles_norm.cli.terminal import show_lines
-from miles_norm.counting import Exclusion
+from miles_norm.explain import explain_siblings
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
     from miles_norm.result import NormalizedRewards
 
-__all__ = ["Selection", "explanation_json", "print_explanation", "select"]
+__all__ = ["Selection", "explanation_json", "print_explanation", "row_names", "select"]
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,13 @@ def _print_rollout(console: Console, result: NormalizedRewards, rollout: int) ->
     if len(rows) == 1:
         show_lines(console, result.explain(rows[0]), style="bold")
         return
-    texts = [result.explain(row).splitlines() for row in rows]
-    shared = [line for line in texts[0][1:] if all(line in text for text in texts)]
+    shared, own = explain_siblings(result, rows)
     name, group = result.index.rollout_ids[rollout], int(result.index.rollout_group[rollout])
     head = f"rollout {label(name)}" if name is not None else "rollout without an id"
     show_lines(console, f"{head} in prompt group {label(result.index.group_ids[group])}", style="bold")
     show_lines(console, "\n".join(shared))
-    for text in texts:
-        show_lines(console, "\n".join([text[0], *(line for line in text[1:] if line not in shared)]), style="bold")
+    for lines in own:
+        show_lines(console, "\n".join(lines), style="bold")
 
 
 def _print_group(console: Console, result: NormalizedRewards, group: int) -> None:
@@ -99,7 +99,7 @@ def _print_group(console: Console, result: NormalizedRewards, group: int) -> Non
     rows, notes = [], []
     for entry in rollout_json(result, rollouts):
         numbers = [str(entry["fan_out"]), number(entry["reward"]), _advantage_range(entry)]
-        rows.append([label(entry["rollout"]), _row_names(entry["rows"]), *numbers])
+        rows.append([label(entry["rollout"]), row_names(entry["rows"]), *numbers])
         notes.append(Note(", ".join(entry["notes"]), "yellow"))
     console.print()
     print_table(console, columns, rows, notes)
@@ -113,8 +113,8 @@ def _example(result: NormalizedRewards, rollouts: list[int]) -> int:
     return max(rows, key=lambda row: (bool(result.trained_rows[row]), abs(float(result.advantages[row]))))
 
 
-def _row_names(rows: list[int]) -> str:
-    """Siblings often stand together: ``4-9`` is easier to read than six numbers."""
+def row_names(rows: list[int]) -> str:
+    """Rows with commas, or as ``4-9``: siblings often stand together, and that is easier to read than six numbers."""
     if len(rows) > 2 and rows == list(range(rows[0], rows[-1] + 1)):
         return f"{rows[0]}-{rows[-1]}"
     return ", ".join(map(str, rows))
@@ -123,34 +123,6 @@ def _row_names(rows: list[int]) -> str:
 def _advantage_range(entry: dict[str, Any]) -> str:
     low, high = entry["advantage_min"], entry["advantage_max"]
     return number(low) if low == high else f"{number(low)} to {number(high)}"
-
-
-def rollout_json(result: NormalizedRewards, rollouts: list[int]) -> list[dict[str, Any]]:
-    """One object per rollout; its rows have one advantage unless they keep their own rewards."""
-    index, padding, disagree = result.index, result.columns.padding, disagreeing_rows(result)
-    found = []
-    for rollout in rollouts:
-        rows = index.rows_of_rollout(rollout)
-        reason = Exclusion.COUNTED if result.exclusion is None else Exclusion(int(result.exclusion[rollout]))
-        advantages = result.advantages[rows].tolist()
-        notes = [f"excluded: {exclusion_name(reason)}"] if reason else []
-        if bool(disagree[rows].any()):
-            notes.append("siblings disagree")
-        if not reason and not bool(result.trained_rows[rows].any()):
-            notes.append("untrained")
-        found.append(
-            {
-                "rollout": json_id(index.rollout_ids[rollout]),
-                "group": json_id(index.group_ids[int(index.rollout_group[rollout])]),
-                "rows": rows,
-                "fan_out": len(rows) if padding is None else int((~padding[rows]).sum()),
-                "reward": float(result.rollout_rewards[rollout]),
-                "advantage_min": min(advantages),
-                "advantage_max": max(advantages),
-                "notes": notes,
-            }
-        )
-    return found
 
 
 def explanation_json(batch: Batch, selection: Selection) -> dict[str, Any]:

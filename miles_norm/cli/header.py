@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from miles_norm.advantages import ESTIMATORS
-from miles_norm.cli.summary import GroupSummary, counted, number
+from miles_norm.audit.summary import GroupSummary, counted, number
 from miles_norm.cli.terminal import show_lines
-from miles_norm.config.base import Config
+from miles_norm.config.base import changed_settings
 from miles_norm.explain import GROUP_RULES
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
     from miles_norm.result import NormalizedRewards
 
-__all__ = ["changed_settings", "print_header"]
+__all__ = ["print_header"]
 
 
 def print_header(console: Console, batch: Batch, summaries: list[GroupSummary]) -> None:
@@ -62,28 +62,3 @@ def _formula(result: NormalizedRewards) -> Iterator[str]:
     found = f"mean {mean}, std {std}" if options.whitening_shift else f"std {std}"
     each = "each rollout weighs 1" if options.whitening == "rollout" else "each rollout weighs its trainable tokens"
     yield f"then whitened: {shifted} / (batch std + {config.std_epsilon:g}); {each}, {found}"
-
-
-def changed_settings(config: Config) -> list[str]:
-    """Every setting that is not at its default, as ``--set`` takes it.
-
-    >>> from miles_norm import NormalizationConfig
-    >>> changed_settings(NormalizationConfig(std_ddof=0, options={"whitening": "rollout"}))
-    ['std_ddof=0', 'options.whitening=rollout']
-    """
-    changed = []
-    for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        if isinstance(value, Config):
-            changed += [f"{name}.{text}" for text in changed_settings(value)]
-        elif value != field.default:
-            changed.append(f"{name}={_as_yaml(value)}")
-    return changed
-
-
-def _as_yaml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_as_yaml, value))}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)

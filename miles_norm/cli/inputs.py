@@ -12,13 +12,25 @@ from typing import TYPE_CHECKING, Any
 from miles_norm.cli.waiting import bar, status
 from miles_norm.config import NormalizationConfig, parse_yaml
 from miles_norm.config.base import Config
-from miles_norm.errors import ConfigError, DumpError, GroupingError
+from miles_norm.errors import ConfigError, DumpError, GroupingError, SampleError
 
 if TYPE_CHECKING:
+    from miles_norm.columns import RolloutColumns
     from miles_norm.dumps import DumpStream
     from miles_norm.result import NormalizedRewards
+    from miles_norm.storage.field_tables import FieldStream
 
-__all__ = ["ADDED_KEYS", "Batch", "group_sizes", "kept_warnings", "load", "read_config", "read_settings", "reading"]
+__all__ = [
+    "ADDED_KEYS",
+    "Batch",
+    "group_sizes",
+    "kept_warnings",
+    "load",
+    "parse_sizes",
+    "read_config",
+    "read_settings",
+    "reading",
+]
 
 _SIZES = "prompt_group_sizes"
 
@@ -110,12 +122,10 @@ def load(path: Path, config: NormalizationConfig, sizes: str | None) -> Batch:
         sizes: Rows per prompt group, separated by commas; ``none`` ignores those of the dump; None takes them.
     """
     if sizes is not None and sizes != "none":
-        _parse_sizes(sizes)  # refused before the file is read
+        parse_sizes(sizes)  # refused before the file is read
     taken: list[int] = []
-    with kept_warnings() as about_file, reading(path) as stream:
-        from miles_norm.columns.sample_columns import columns_from_rows
-
-        columns = columns_from_rows(_noting(stream.rows, taken), config)
+    with kept_warnings() as about_file:
+        columns, stream = _from_fields(path, config, taken) or _from_rows(path, config, taken)
     given = group_sizes(path, stream.metadata, sizes)
     from_dump = sizes is None and given is not None
     with status("normalizing"), kept_warnings():
@@ -128,6 +138,48 @@ def load(path: Path, config: NormalizationConfig, sizes: str | None) -> Batch:
                 raise _stale(path, error) from None
             raise
     return Batch(path, stream.rollout_id, result, taken, from_dump, [*result.warnings, *about_file])
+
+
+def _from_rows(
+    path: Path, config: NormalizationConfig, taken: list[int]
+) -> tuple[RolloutColumns, DumpStream | FieldStream]:
+    """The index columns of a dump, read row by row."""
+    with reading(path) as stream:
+        from miles_norm.columns import columns_from_rows
+
+        return columns_from_rows(_noting(stream.rows, taken), config), stream
+
+
+def _from_fields(
+    path: Path, config: NormalizationConfig, taken: list[int]
+) -> tuple[RolloutColumns, DumpStream | FieldStream] | None:
+    """The index columns of a columnar dump, of which nothing else is read; None for another dump.
+
+    None as well where rows are wrong: parts do not know their numbers in the whole, so that reading row by row names
+    them.
+    """
+    from miles_norm.columns import RolloutColumns, columns_from_fields, index_fields
+    from miles_norm.storage.field_tables import stream_fields
+
+    with bar(f"reading {path.name}") as progress:
+        stream = stream_fields(path, {*index_fields(config), *ADDED_KEYS}, progress=progress)
+        if stream is None:
+            return None
+        parts, first = [], 0
+        try:
+            for table in stream.tables:
+                parts.append(columns_from_fields(table.fields.get, table.num_rows, config))
+                taken += [first + row for row in _with_added_keys(table.fields)]
+                first += table.num_rows
+            return RolloutColumns.concat(parts), stream
+        except SampleError:
+            taken.clear()
+            return None
+
+
+def _with_added_keys(fields: Mapping[str, list[Any]]) -> list[int]:
+    present = [values for name in ADDED_KEYS if (values := fields.get(name)) is not None]
+    return [row for row, values in enumerate(zip(*present, strict=True)) if any(value is not None for value in values)]
 
 
 @contextmanager
@@ -156,11 +208,16 @@ def _noting(rows: Iterable[dict[str, Any]], taken: list[int]) -> Iterator[dict[s
 def group_sizes(path: Path, metadata: Mapping[str, Any], sizes: str | None) -> list[Any] | None:
     """Rows per prompt group: as the option gives them, else as the dump records them; ``none`` takes neither."""
     if sizes is not None:
-        return None if sizes == "none" else _parse_sizes(sizes)
+        return None if sizes == "none" else parse_sizes(sizes)
     return None if metadata.get(_SIZES) is None else _recorded_sizes(path, metadata[_SIZES])
 
 
-def _parse_sizes(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
+    """The numbers of ``--prompt-group-sizes``.
+
+    Raises:
+        ConfigError: something else than whole numbers separated by commas.
+    """
     try:
         return [int(size) for size in text.split(",")]
     except ValueError:

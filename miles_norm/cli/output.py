@@ -13,6 +13,7 @@ from miles_norm.storage.atomic import ending_of
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
+    from miles_norm.storage.table import StoredColumn
 
 __all__ = ["check_output", "write_output"]
 
@@ -51,14 +52,30 @@ def write_output(batch: Batch, path: Path, *, force: bool) -> list[str]:
         DumpError: rows have such a key already and ``force`` is not set; the file cannot be written.
     """
     from miles_norm.dumps import stream_dump, write_rows
+    from miles_norm.storage.appending import append_columns
 
     if batch.rows_with_added_keys and not force:
         raise _keys_taken(batch, path)
     total = batch.result.index.num_rows
     with kept_warnings() as warnings, bar(f"writing {path.name}") as progress:
+        if batch.path.suffix.lower() == path.suffix.lower() == ".parquet":
+            append_columns(batch.path, path, _added_columns(batch), progress=progress)
+            return warnings
         stream = stream_dump(batch.path)
         write_rows(_with_advantages(batch, stream.rows), stream, path, total=total, progress=progress)
     return warnings
+
+
+def _added_columns(batch: Batch) -> list[StoredColumn]:
+    from miles_norm.storage.table import StoredColumn
+
+    result = batch.result
+    rewards = result.rollout_rewards[result.index.row_rollout].cpu()
+    scored = rewards == rewards
+    values = (result.advantages.double().cpu(), result.trained_rows.cpu(), rewards.masked_fill(~scored, 0.0))
+    cells, valid = ("float", "bool", "float"), (None, None, None if bool(scored.all()) else scored)
+    parts = zip(ADDED_KEYS, cells, values, valid, strict=True)
+    return [StoredColumn(name, cell, column, None, known) for name, cell, column, known in parts]
 
 
 def _with_advantages(batch: Batch, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

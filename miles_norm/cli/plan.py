@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from miles_norm.cli.summary import counted, json_id, label, number
+from miles_norm.audit.summary import counted, json_id, label, number
 from miles_norm.cli.table import Column, Note, print_table
 from miles_norm.cli.terminal import show_lines
 from miles_norm.config import LossConfig, UpdateConfig

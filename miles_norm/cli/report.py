@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from miles_norm.cli.header import print_header
-from miles_norm.cli.summary import (
+from miles_norm.audit.summary import (
     GroupSummary,
     json_id,
     number,
     select_notable,
     summarize_groups,
 )
+from miles_norm.cli.header import print_header
 from miles_norm.cli.table import Column, Note, print_table
 from miles_norm.cli.terminal import show_lines, show_warnings
 from miles_norm.cli.totals import print_totals
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
     from miles_norm.result import NormalizedRewards
 
-__all__ = ["group_json", "print_report", "report_json", "row_json", "strict_json"]
+__all__ = ["group_json", "print_report", "report_json", "row_json"]
 
 TABLE_LIMIT = 40
 """Groups in the table unless all are asked for."""
@@ -133,20 +131,3 @@ def row_json(result: NormalizedRewards, rows: range | list[int]) -> list[dict[st
         }
         for row in rows
     ]
-
-
-def strict_json(value: Any) -> str:
-    """JSON on one line, with null for what JSON has no number for.
-
-    >>> strict_json({"a": [1.5, float("nan")]})
-    '{"a": [1.5, null]}'
-    """
-    return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

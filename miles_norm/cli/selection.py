@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from miles_norm.cli.summary import label
+from miles_norm.audit.summary import label
 from miles_norm.errors import ConfigError, format_rows
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from miles_norm.cli.summary import counted
+from miles_norm.audit.summary import counted
 from miles_norm.cli.terminal import show_lines
 from miles_norm.cli.waiting import bar
 from miles_norm.errors import ConfigError
@@ -72,14 +72,12 @@ class EngineChoice:
 
 def run_server(console: Console, choice: EngineChoice, config: ServerConfig) -> None:
     """Serve until interrupted."""
-    from miles_norm.session.server import running_server
+    from miles_norm.session.server import serve
 
-    async def forever() -> None:
-        async with running_server(choice.make(), config) as address:
-            show_lines(console, f"{address}/sessions on the engine {choice.name}; Ctrl-C ends it", head="serving ")
-            await asyncio.Event().wait()
+    def started(address: str) -> None:
+        show_lines(console, f"{address}/sessions on the engine {choice.name}; Ctrl-C ends it", head="serving ")
 
-    asyncio.run(forever())
+    serve(choice.make(), config, on_start=started)
 
 
 def roll_out(
@@ -124,7 +122,7 @@ def show_rollouts(console: Console, rows: Sequence[Sample], path: Path) -> None:
     fan_out: dict[Any, int] = {}
     for row in rows:
         fan_out[row.rollout_id] = fan_out.get(row.rollout_id, 0) + 1
-    aborted = len({row.rollout_id for row in rows if "error" in row.metadata})
+    aborted = len({row.rollout_id for row in rows if row.status == "aborted" and "error" in row.metadata})
     text = f"{path}: {counted(len(rows), 'row')} of {counted(len(fan_out), 'rollout')}, "
     text += f"fan-out {min(fan_out.values())} to {max(fan_out.values())}"
     text += f"; {counted(aborted, 'rollout')} aborted, see metadata.error" if aborted else ""
@@ -142,7 +140,7 @@ def load_agent(name: str) -> Agent:
         raise _wrong_agent(name, "no module and function")
     try:
         module = _module(place)
-    except (ImportError, OSError) as error:
+    except (Exception, SystemExit) as error:  # Importing an agent runs its code.
         raise _wrong_agent(name, f"{type(error).__name__}: {error}") from error
     agent = getattr(module, function, None)
     if not callable(agent):
@@ -176,7 +174,8 @@ def read_prompts(path: Path) -> list[Any]:
         ConfigError: the file cannot be read, or lines that are no JSON; all are named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON may hold other line separators as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise _wrong_prompts(path, getattr(error, "strerror", None) or str(error)) from None
     prompts, bad = [], []
@@ -184,7 +183,7 @@ def read_prompts(path: Path) -> list[Any]:
         if line.strip():
             try:
                 prompts.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 bad.append(f"line {number}: {error}")
     if bad or not prompts:
         raise _wrong_prompts(path, "; ".join(bad[:10]) or "no prompts")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from miles_norm.cli.summary import exclusion_name, number
+from miles_norm.audit.summary import exclusion_name, number, unscored_rows
 from miles_norm.cli.terminal import show_lines
 from miles_norm.counting import Exclusion
 
@@ -38,7 +38,7 @@ def print_totals(console: Console, result: NormalizedRewards, *, empty: int) -> 
         "rows": _rows(result),
         "tokens": f"{count('trainable_tokens')} trainable",
     }
-    if unscored := _unscored_rows(result):
+    if unscored := int(unscored_rows(result).sum()):
         lines["unscored"] = (
             f"{unscored} of {result.index.num_rows} rows (missing_reward is {result.config.missing_reward})"
         )
@@ -56,11 +56,6 @@ def _rows(result: NormalizedRewards) -> str:
     trained, excluded, padding = (states.pop(name) for name in ("trained", "excluded", "padding"))
     text = f"{trained} trained, {sum(states.values())} untrained{_parts(states)}, {excluded} excluded"
     return text if result.columns.padding is None else f"{text}, {padding} padding"
-
-
-def _unscored_rows(result: NormalizedRewards) -> int:
-    unscored, padding = ~torch.isfinite(result.raw_rewards), result.columns.padding
-    return int((unscored if padding is None else unscored & ~padding).sum())
 
 
 def row_states(result: NormalizedRewards) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 
-__all__ = ["IdColumn", "PairedIds", "check_length", "encode_ids", "entries_of", "shared_tensor"]
+__all__ = ["IdColumn", "PairedIds", "RolloutList", "check_length", "encode_ids", "entries_of", "shared_tensor"]
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -51,6 +51,16 @@ class IdColumn:
     def to(self, device: torch.device) -> IdColumn:
         """The same ids on another device."""
         return IdColumn(self.codes.to(device), self.labels, None if self.missing is None else self.missing.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutList:
+    """Id of a rollout that was a list of its own in the input: the number of that list. It equals no id of a row."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"<list {self.number}>"
 
 
 class PairedIds(IdColumn):

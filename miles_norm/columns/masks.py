@@ -18,8 +18,9 @@ _SHORT = 1024
 
 _NDIM, _DTYPE = attrgetter("ndim"), attrgetter("dtype")
 
-_ROWS_AT_A_TIME = 32
-"""Masks that are checked in one call; of these a copy is made."""
+_ROWS_AT_A_TIME, _ENTRIES_AT_A_TIME = 32, 2**16
+"""Masks that are checked in one call, at least; of these a copy is made. Short ones as many as have this many
+entries."""
 
 
 class _Counted(int):
@@ -82,7 +83,7 @@ def count_mask(mask: Any) -> int:
 
 
 def count_masks(masks: Sequence[Any]) -> list[int] | None:
-    """``count_mask`` for many masks at once: all lists of small integers, or all arrays of bool or uint8.
+    """``count_mask`` for many masks at once: all lists of small integers, or all arrays of bools or integers.
 
     Entries are checked some rows at a time, which spares calls per row and keeps the copy small.
 
@@ -91,13 +92,15 @@ def count_masks(masks: Sequence[Any]) -> list[int] | None:
     """
     kinds = set(map(type, masks))
     if kinds == {np.ndarray}:
-        if set(map(_NDIM, masks)) != {1} or not set(map(_DTYPE, masks)) <= {np.dtype(bool), np.dtype(np.uint8)}:
+        if set(map(_NDIM, masks)) != {1} or any(dtype.kind not in "bui" for dtype in set(map(_DTYPE, masks))):
             return None
     elif kinds != {list}:
         return None
     counts: list[int] = []
-    for first in range(0, len(masks), _ROWS_AT_A_TIME):
-        rows = masks[first : first + _ROWS_AT_A_TIME]
+    mean = sum(map(len, masks)) // len(masks)
+    step = max(_ROWS_AT_A_TIME, _ENTRIES_AT_A_TIME // max(mean, 1))
+    for first in range(0, len(masks), step):
+        rows = masks[first : first + step]
         if kinds == {list}:
             try:
                 together = np.frombuffer(b"".join(map(bytearray, rows)), np.uint8)
@@ -105,10 +108,16 @@ def count_masks(masks: Sequence[Any]) -> list[int] | None:
                 return None
         else:
             together = np.concatenate(rows)
-        if together.max(initial=0) > 1:
+        kind = together.dtype.kind
+        if kind not in "bui" or together.max(initial=0) > 1 or (kind == "i" and together.min(initial=0) < 0):
             return None
-        ends = accumulate(map(len, rows), initial=0)
-        counts.extend(int(np.count_nonzero(together[start:end])) for start, end in pairwise(ends))
+        ends = list(accumulate(map(len, rows), initial=0))
+        if mean < _SHORT:
+            # A running count spares a call per row, which costs as much as hundreds of entries.
+            running = np.concatenate([[0], np.cumsum(together != 0)])
+            counts.extend(np.diff(running[ends]).tolist())
+        else:
+            counts.extend(int(np.count_nonzero(together[start:end])) for start, end in pairwise(ends))
     return counts
 
 

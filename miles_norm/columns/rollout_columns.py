@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_norm.columns.host import host_numbers
 from miles_norm.columns.ids import IdColumn, check_length, encode_ids, shared_tensor
+from miles_norm.columns.parts import joined_columns, packed_columns, selected_columns, unpacked_columns
 from miles_norm.errors import RewardError, SampleError, format_rows
 
 __all__ = ["RolloutColumns"]
@@ -40,6 +42,9 @@ class RolloutColumns:
 
     All columns must be on one device; the device of ``reward`` decides where it is not a list.
 
+    Pickled, as processes exchange them, they take at most 64 bytes a row: 12 for reward and tokens, at most 8 for each
+    id that is an integer, 1 for all flags, 8 for each component. An id of another kind is sent once.
+
     Raises:
         SampleError: a column that is not one-dimensional, has another length, or holds values that do not fit.
         RewardError: a finite reward too large for the float32 output.
@@ -53,7 +58,7 @@ class RolloutColumns:
         "group", "rollout", "reward", "trainable_tokens", "scored", "removed", "truncated", "padding", "adapter",
         "components",
     )  # fmt: skip
-    __slots__ = (*_COLUMNS, "id_collisions", "nested_sizes", "notes", "status")
+    __slots__ = (*_COLUMNS, "id_collisions", "nested_sizes", "odd_masks", "status", "without_id")
 
     def __init__(
         self,
@@ -93,9 +98,10 @@ class RolloutColumns:
             for name, column in self.components.items():
                 check_length(f"component {name!r}", tuple(column.shape), rows)
         self.nested_sizes: tuple[int, ...] | None = None
-        self.status: Sequence[Any] | None = None
+        self.status: list[str | None] | None = None
         self.id_collisions: tuple[tuple[int, int], ...] = ()
-        self.notes: tuple[str, ...] = ()
+        self.without_id: tuple[int, ...] = ()
+        self.odd_masks: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self.reward.shape[0]
@@ -103,6 +109,19 @@ class RolloutColumns:
     def __repr__(self) -> str:
         present = [name for name in self._COLUMNS if getattr(self, name) is not None]
         return f"RolloutColumns({len(self)} rows on {self.reward.device}: {', '.join(present)})"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What reading the rows had to say."""
+        notes, lacking, odd = [], self.without_id, self.odd_masks
+        if lacking:
+            has, each = (
+                ("has", "is a rollout of its own") if len(lacking) == 1 else ("have", "are each a rollout of their own")
+            )
+            notes.append(f"{format_rows(lacking)} {has} neither rollout_id nor index and {each}")
+        if odd:
+            notes.append(f"loss_mask of {format_rows(odd)} has another length than response_length")
+        return tuple(notes)
 
     def to(self, device: torch.device | str) -> RolloutColumns:
         """The same columns on another device; self if they are there already."""
@@ -116,6 +135,45 @@ class RolloutColumns:
                 value = {key: column.to(target) for key, column in value.items()}
             setattr(moved, name, value.to(target) if isinstance(value, Tensor | IdColumn) else value)
         return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        return packed_columns({name: getattr(self, name) for name in self.__slots__})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in unpacked_columns(state).items():
+            setattr(self, name, value)
+
+    def select(self, rows: Tensor) -> RolloutColumns:
+        """Some rows, by number and in any order; how the whole was nested is not kept.
+
+        >>> columns = RolloutColumns(group=[0, 1], rollout=["a", "b"], reward=[1.0, 0.0], trainable_tokens=[2, 3])
+        >>> columns.select(torch.tensor([1])).rollout.label(0)
+        'b'
+        """
+        chosen = object.__new__(RolloutColumns)
+        for name, value in selected_columns({n: getattr(self, n) for n in self.__slots__}, rows).items():
+            setattr(chosen, name, value)
+        return chosen
+
+    @classmethod
+    def concat(cls, parts: Sequence[RolloutColumns]) -> RolloutColumns:
+        """The rows of all parts, one part after the other, as if they had been read together.
+
+        A column that only some parts have is filled up with what its absence means. Of nested parts the inner lists are
+        joined. A ``rollout_id`` that equals the ``index`` of a row in another part makes them siblings without the
+        warning that it gives within a part.
+
+        Raises:
+            SampleError: no parts, nested parts beside flat ones, or different reward components; all are named.
+
+        >>> parts = [RolloutColumns(group=[0], rollout=[name], reward=[1.0], trainable_tokens=[2]) for name in "ab"]
+        >>> RolloutColumns.concat(parts).rollout.codes.tolist()
+        [0, 1]
+        """
+        joined = object.__new__(cls)
+        for name, value in joined_columns([{n: getattr(p, n) for n in cls.__slots__} for p in parts]).items():
+            setattr(joined, name, value)
+        return joined
 
 
 def _reward_column(values: Any) -> Tensor:
@@ -181,7 +239,7 @@ def _token_column(values: Any, rows: int, device: torch.device) -> Tensor:
     ):
         bad = torch.nonzero(whole != tokens.to(device))[:, 0].tolist()
     else:
-        low, high = (int(x) for x in torch.aminmax(whole))
+        low, high = host_numbers(*torch.aminmax(whole))
         if low >= 0 and high < 2**31:
             return whole
         bad = torch.nonzero((whole < 0) | (whole >= 2**31))[:, 0].tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from types import NoneType
@@ -13,24 +12,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from miles_norm.columns.ids import plain_id
+from miles_norm.columns.ids import RolloutList, plain_id
 from miles_norm.columns.masks import count_mask, count_masks, counted
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.columns.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, SampleError, format_rows, shown
 
-__all__ = ["columns_from_rows", "columns_from_samples", "flatten_samples", "row_field", "row_fields"]
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutList:
-    """Id of a rollout that was a list of its own in the input: the number of that list. It equals no id of a row."""
-
-    number: int
-
-    def __repr__(self) -> str:
-        return f"<list {self.number}>"
+__all__ = [
+    "columns_from_fields",
+    "columns_from_rows",
+    "columns_from_samples",
+    "flatten_samples",
+    "index_fields",
+    "row_field",
+    "row_fields",
+]
 
 
 def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | None = None) -> RolloutColumns:
@@ -82,6 +79,46 @@ def columns_from_rows(rows: Iterable[Mapping[str, Any]], config: NormalizationCo
     return _columns(lambda name: fields.get(name) or [None] * len(fields["reward"]), config, None, None)
 
 
+def columns_from_fields(
+    field: Callable[[str], list[Any] | None], rows: int, config: NormalizationConfig | None = None
+) -> RolloutColumns:
+    """``columns_from_samples`` for rows whose fields are columns already, as in a table.
+
+    Args:
+        field: The values of a field in all rows, None if no row has it. ``index_fields`` names those that are asked
+            for.
+        rows: Number of rows.
+        config: As there.
+
+    Raises:
+        SampleError, RewardError: as there.
+
+    >>> table = {"group_index": [0, 0], "index": [0, 1], "reward": [1.0, 0.0], "response_length": [3, 2]}
+    >>> columns_from_fields(table.get, 2).trainable_tokens.tolist()
+    [3, 2]
+    """
+    config = config or NormalizationConfig()
+
+    @cache
+    def read(name: str) -> list[Any]:
+        values = field(name)
+        return [None] * rows if values is None else values
+
+    if rows and field("reward") is None:
+        raise _no_reward([name for name in index_fields(config) if field(name) is not None])
+    return _columns(read, config, None, None)
+
+
+def index_fields(config: NormalizationConfig) -> tuple[str, ...]:
+    """The fields of a row that are looked at.
+
+    >>> index_fields(NormalizationConfig(group_key="prompt"))[-2:]
+    ('prompt', 'metadata')
+    """
+    key = config.group_key
+    return (*_INDEX_FIELDS, key) if key == "group_index" else (*_INDEX_FIELDS, key, "metadata")
+
+
 _INDEX_FIELDS = (
     "rollout_id", "index", "reward", "loss_mask", "response_length", "remove_sample", "is_padding", "status", "adapter",
 )  # fmt: skip
@@ -116,27 +153,25 @@ def _columns(
         components=components,
     )
     columns.nested_sizes, columns.status, columns.id_collisions = sizes, status, collisions
-    without_id = [] if sizes is not None else _without_id(rollouts, padding)
-    columns.notes = (*without_id, *_masks_of_another_length(field("loss_mask"), field("response_length")))
+    columns.without_id = () if sizes is not None else _without_id(rollouts, padding)
+    columns.odd_masks = _masks_of_another_length(field("loss_mask"), field("response_length"))
     return columns
 
 
-def _without_id(rollouts: list[Hashable], padding: list[bool]) -> list[str]:
+def _without_id(rollouts: list[Hashable], padding: list[bool]) -> tuple[int, ...]:
+    """Rows with neither ``rollout_id`` nor ``index``."""
     if NoneType not in set(map(type, rollouts)):
-        return []
-    lacking = [row for row, value in enumerate(rollouts) if value is None and not padding[row]]
-    if not lacking:
-        return []
-    each = "is a rollout of its own" if len(lacking) == 1 else "are each a rollout of their own"
-    return [f"{format_rows(lacking)} {'has' if len(lacking) == 1 else 'have'} neither rollout_id nor index and {each}"]
+        return ()
+    return tuple(row for row, value in enumerate(rollouts) if value is None and not padding[row])
 
 
-def _masks_of_another_length(masks: list[Any], lengths: list[Any]) -> list[str]:
+def _masks_of_another_length(masks: list[Any], lengths: list[Any]) -> tuple[int, ...]:
     if NoneType not in set(map(type, masks)) and set(map(type, lengths)) == {int} and list(map(len, masks)) == lengths:
-        return []
+        return ()
     pairs = enumerate(zip(masks, lengths, strict=True))
-    rows = [row for row, (mask, length) in pairs if mask is not None and type(length) is int and len(mask) != length]
-    return [f"loss_mask of {format_rows(rows)} has another length than response_length"] if rows else []
+    return tuple(
+        row for row, (mask, length) in pairs if mask is not None and type(length) is int and len(mask) != length
+    )
 
 
 def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] | None, list[int | None] | None]:
@@ -193,10 +228,10 @@ def _check_rewards_exist(rows: list[Any]) -> None:
         raise _no_reward(rows[0])
 
 
-def _no_reward(row: Mapping[str, Any]) -> RewardError:
+def _no_reward(fields: Iterable[Any]) -> RewardError:
     return RewardError(
         "samples",
-        got=f"no field 'reward' on any row; the first row has {', '.join(map(str, list(row)[:20])) or 'no fields'}",
+        got=f"no field 'reward' on any row; the first row has {', '.join(map(str, list(fields)[:20])) or 'no fields'}",
         expected="a field 'reward' on every row, None where there is none",
         reason="advantages are computed from it",
         remedy="name the field 'reward'; for an entry of a dict that stands there set reward_key",

@@ -12,6 +12,7 @@ from miles_norm.config.normalization import (
     EstimatorOptions,
     NormalizationConfig,
 )
+from miles_norm.config.streaming import StreamConfig
 
 __all__ = [
     "PASS_THROUGH_ESTIMATORS",
@@ -20,6 +21,7 @@ __all__ = [
     "FilterConfig",
     "LossConfig",
     "NormalizationConfig",
+    "StreamConfig",
     "UpdateConfig",
     "parse_yaml",
 ]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from miles_norm.errors import ConfigError, MissingDependencyError, shown
 
-__all__ = ["Config", "parse_yaml", "refuse_contradictions"]
+__all__ = ["Config", "as_yaml", "changed_settings", "parse_yaml", "refuse_contradictions"]
 
 
 # YAML 1.1, which PyYAML follows, reads 1e-6 as a string; YAML 1.2 and everybody's eyes read a number.
@@ -130,6 +130,32 @@ class Config(BaseModel):
             entry = yaml.dump({name: list(value) if isinstance(value, tuple) else value}, Dumper=Dumper, width=10**6)
             lines.append(entry.rstrip("\n"))
         return "\n".join(lines) + "\n"
+
+
+def changed_settings(config: Config) -> list[str]:
+    """Every setting that is not at its default, as ``--set`` takes it.
+
+    >>> from miles_norm import NormalizationConfig
+    >>> changed_settings(NormalizationConfig(std_ddof=0, options={"whitening": "rollout"}))
+    ['std_ddof=0', 'options.whitening=rollout']
+    """
+    changed = []
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            changed += [f"{name}.{text}" for text in changed_settings(value)]
+        elif value != field.default:
+            changed.append(f"{name}={as_yaml(value)}")
+    return changed
+
+
+def as_yaml(value: Any) -> str:
+    """A value of a setting as ``--set`` takes it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _read_text(path: Path) -> str:

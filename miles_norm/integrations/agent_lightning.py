@@ -129,7 +129,7 @@ def normalize_advantages_by_rollout(
     unique, rollout = torch.unique(ids.codes, return_inverse=True)
     count = _count(num_trained_rows, divisor, len(unique))
     tokens = torch.zeros(len(unique), dtype=torch.float64, device=advantages.device)
-    tokens.index_add_(0, rollout, response_mask.sum(dim=-1).to(tokens))
+    tokens.index_add_(0, rollout, (response_mask != 0).sum(dim=-1).to(tokens))
     scale = (tokens * count).clamp_min(1.0)[rollout]
     return (advantages / scale[:, None]).to(advantages.dtype)
 
@@ -249,7 +249,7 @@ def _columns(batch: Any) -> RolloutColumns:
         group=list(uid),
         rollout=list(ids),
         reward=rewards.detach().to(torch.float64).sum(dim=-1),
-        trainable_tokens=mask.sum(dim=-1).to(torch.int64),
+        trainable_tokens=(mask != 0).sum(dim=-1),
     )
     _refuse_missing(columns.rollout)
     return columns

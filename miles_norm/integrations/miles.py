@@ -29,6 +29,7 @@ from miles_norm.integrations.miles_checks import (
 from miles_norm.integrations.miles_flags import LOSS_CONFIG_VARIABLE, loss_settings, normalization_settings
 from miles_norm.loss.tokens import trained_values
 from miles_norm.normalize import normalize_rewards
+from miles_norm.result import NormalizedRewards
 from miles_norm.train_data import TrainData
 
 __all__ = ["convert_samples_to_train_data", "pg_loss_reducer", "post_process_rewards"]
@@ -66,7 +67,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     refuse_settings_that_remove_rows(config)
     result = normalize_rewards(rows, config)
     warn_of_trainers_without_mask_sums(result)
-    return result.raw_rewards.tolist(), result.advantages.tolist()
+    return _raw_rewards(result).tolist(), result.advantages.tolist()
 
 
 def convert_samples_to_train_data(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
@@ -98,7 +99,8 @@ def convert_samples_to_train_data(args: Any, samples: Sequence[Any]) -> dict[str
     check_indices(rows)
     result = normalize_rewards(rows, normalization_settings(args))
     warn_of_trainers_without_mask_sums(result)
-    data = TrainData(train_data_from_result(rows, result).columns | _slime_columns(rows))
+    raw = {"raw_reward": _raw_rewards(result)}
+    data = TrainData(train_data_from_result(rows, result).columns | raw | _slime_columns(rows))
     kept = result.counted_rollouts[result.index.row_rollout]
     if result.columns.padding is not None:
         kept &= ~result.columns.padding
@@ -159,6 +161,11 @@ def pg_loss_reducer(
         return trained_values(mask, token_losses=losses)[0].sum() / divisor
 
     return reduce
+
+
+def _raw_rewards(result: NormalizedRewards) -> Tensor:
+    """Rewards as given; 0 where ``missing_reward="zero"`` scored the row, since trainers log their mean."""
+    return result.raw_rewards.nan_to_num(nan=0.0) if result.config.missing_reward == "zero" else result.raw_rewards
 
 
 def _slime_columns(rows: list[Any]) -> dict[str, list[Any]]:

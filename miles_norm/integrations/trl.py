@@ -106,7 +106,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._of_rollout_func = {}
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"] * output.get("tool_mask", 1)
-        result = self.normalized_rewards = self._normalize(mask.sum(dim=1))
+        result = self.normalized_rewards = self._normalize((mask != 0).sum(dim=1))
         weights = loss_weights(result, self.loss_config)
         factor = divided_by(self.loss_type, result.columns.trainable_tokens, self.max_completion_length)
         if self.model.training and (
@@ -127,7 +127,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         start = self.accelerator.process_index * rows
         of_function = self._of_rollout_func
         rollout = number_rollouts(of_function.get(ROLLOUT), [(start + row) // size for row in range(rows)])
-        padding = of_function.get(PADDING) or [False] * rows
+        padding = [False] * rows if of_function.get(PADDING) is None else [bool(flag) for flag in of_function[PADDING]]
         given = torch.tensor([rollout, self._truncated, padding], dtype=torch.int64, device=device).T
         given[:, 0] += start
         of_rows = self.accelerator.gather(torch.cat([given, local_tokens[:, None]], dim=1))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from miles_norm.columns.ids import encode_ids
 from miles_norm.errors import SampleError, format_rows
 
 __all__ = ["PADDING", "ROLLOUT", "check_row_counts", "fill_rows", "number_rollouts"]
@@ -82,19 +83,20 @@ def check_row_counts(output: Mapping[str, Any], rows: int) -> None:
         )
 
 
-def number_rollouts(ids: Sequence[Hashable] | None, groups: Sequence[int]) -> list[int]:
+def number_rollouts(ids: Any, groups: Sequence[int]) -> list[int]:
     """Number the rollouts of a process's rows by their first row; a row without an id is a rollout of its own.
+
+    Raises:
+        SampleError: ids that are bools or cannot be hashed; all rows are named.
 
     >>> number_rollouts(["a", None, "a", "a"], groups=[0, 0, 0, 1])
     [0, 1, 0, 3]
     """
     if ids is None:
         return list(range(len(groups)))
-    first: dict[tuple[int, Hashable], int] = {}
-    return [
-        row if rollout is None else first.setdefault((group, rollout), row)
-        for row, (rollout, group) in enumerate(zip(ids, groups, strict=True))
-    ]
+    first: dict[tuple[int, int], int] = {}
+    codes = encode_ids(ids, ROLLOUT, len(groups)).codes.tolist()
+    return [first.setdefault(key, row) for row, key in enumerate(zip(groups, codes, strict=True))]
 
 
 def _append(output: dict[str, list[Any]], row: Mapping[str, Any]) -> None:

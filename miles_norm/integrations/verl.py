@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
 
+from miles_norm.columns.ids import plain_id
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.errors import SampleError, format_rows
 from miles_norm.integrations.verl_config import ADVANTAGES, WEIGHTED, VerlSettings
@@ -65,12 +66,14 @@ def rollout_uids(prompts: Iterable[str], rollouts: Iterable[Hashable]) -> np.nda
 
     Args:
         prompts: The prompt's uid of each row.
-        rollouts: The rollout's id of each row, unique within its prompt.
+        rollouts: The rollout's id of each row, unique within its prompt; None for a row that is a rollout of its own.
 
     >>> rollout_uids(["p", "p"], [0, 1])
     array(['p', 'p'], dtype=object)
     """
-    return np.array([RolloutUid(*pair) for pair in zip(prompts, rollouts, strict=True)], dtype=object)
+    return np.array(
+        [RolloutUid(uid, plain_id(rollout)) for uid, rollout in zip(prompts, rollouts, strict=True)], dtype=object
+    )
 
 
 @register_adv_est(ADVANTAGES)
@@ -207,7 +210,7 @@ def _rollouts(uids: Sequence[Any], padding: Sequence[bool], n: int | None) -> li
         )
     if not plain:
         # The same ids are used for every prompt.
-        return [(str(uid), uid.rollout) if isinstance(uid, RolloutUid) else None for uid in uids]
+        return [None if (rollout := getattr(uid, "rollout", None)) is None else (str(uid), rollout) for uid in uids]
     if n is None:
         _warn_of_plain_uids()
         return None

@@ -50,6 +50,8 @@ def scale_advantages(advantages: Tensor, mask: Tensor | Sequence[Any], weights: 
         raise _wrong_pair("weights", f"{described(weights)}, with advantages {described(advantages)}")
     weights = weights.to(advantages.device)
     usable = torch.isfinite(advantages) & torch.isfinite(weights) & (weights >= 0)
+    # A product beyond the dtype is infinite although its factors are not.
+    usable &= torch.isfinite(advantages * weights)
     # Both factors are replaced, so that neither the product nor its gradient is NaN where everything is masked.
     product = advantages.masked_fill(~usable, 0) * weights.masked_fill(~usable, 0)
     scaled = rows_to_tokens(product.to(torch.promote_types(advantages.dtype, torch.float32)), mask)

@@ -126,7 +126,9 @@ def trained_values(mask: Tensor, **tensors: Tensor) -> list[Tensor]:
         fits = is_dense(tensor) and tensor.device == first.device and tensor.dtype in dtypes
         if not fits or (tensor.shape != first.shape and not (other in _PER_ROW and tuple(tensor.shape) == per_row)):
             kind = "numbers" if other in _DTYPES else "floating-point numbers"
-            raise wrong_tensor(other, tensor, f"{kind} on {first.device} with the shape of {name}, {list(first.shape)}")
+            shape = f"the shape of {name}, {list(first.shape)}"
+            shape += f", or {list(per_row)}, one value for a row" if other in _PER_ROW and per_row else ""
+            raise wrong_tensor(other, tensor, f"{kind} on {first.device} with {shape}")
     dtype, keep = torch.promote_types(first.dtype, torch.float32), mask != 0
     kept = {other: torch.where(keep, tensor.to(dtype), 0.0) for other, tensor in tensors.items()}
     if on_cpu(first):

@@ -198,10 +198,12 @@ def _check_plan(plan: UpdatePlan, result: NormalizedRewards) -> None:
     if theirs is result:  # comparing two would wait for the device
         return
     index, rows = theirs.index, result.index.num_rows
-    if index.num_rows != rows or not torch.equal(index.row_rollout, result.index.row_rollout):
+    same = index.num_rows == rows and torch.equal(index.row_rollout, result.index.row_rollout)
+    if not same or not torch.equal(index.row_group, result.index.row_group):
         raise _wrong_plan(
-            f"a plan for {index.num_rows} rows and {index.num_rollouts} rollouts, not these",
-            f"one for the {rows} rows of the result, which are {result.index.num_rollouts} rollouts",
+            f"a plan for {index.num_rows} rows, {index.num_rollouts} rollouts and {index.num_groups} groups, not these",
+            f"one for the {rows} rows of the result, which are {result.index.num_rollouts} rollouts in "
+            f"{result.index.num_groups} groups",
         )
     other_tokens = theirs.trainable_tokens != result.trainable_tokens
     other = torch.nonzero(other_tokens | (_counted_or_all(theirs) != _counted_or_all(result)))[:, 0].tolist()

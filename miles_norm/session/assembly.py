@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from miles_norm.errors import ConfigError, SessionError, format_rows, shown
 from miles_norm.samples import Sample
 from miles_norm.session.completion import FinishReason
-from miles_norm.session.hooks import Picker, PostProcessor, keep_all, mask_ownership, pick, row_order, run_hook
+from miles_norm.session.hooks import Picker, PostProcessor, keep_all, mask_ownership, pick, process, row_order
 from miles_norm.session.node import Node
 from miles_norm.session.tree import TrajectoryForest
 
@@ -72,7 +72,7 @@ def assemble(
             kept += paths[leaf].earlier_rows(taken)
     kept = mask_ownership(sorted(kept, key=row_order, reverse=True), metadata)
     for post_processor in post_processors:
-        kept = run_hook(post_processor, kept, metadata)
+        kept = process(post_processor, kept, metadata)
     return kept
 
 

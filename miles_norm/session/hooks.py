@@ -27,6 +27,7 @@ __all__ = [
     "leaf_rewards",
     "mask_ownership",
     "pick",
+    "process",
     "row_order",
     "run_hook",
 ]
@@ -163,6 +164,26 @@ def pick(picker: Picker, leaf_samples: Sequence[Any], session_metadata: Mapping[
     if repeated:
         raise _not_a_selection(picker, f"it returned {format_rows(repeated, 'leaf')} more than once")
     return picked
+
+
+def process(post_processor: PostProcessor, samples: Sequence[Any], session_metadata: dict[str, Any]) -> list[Any]:
+    """Let a post-processor change and drop rows.
+
+    Raises:
+        HookError: it repeated a row, whose tokens would be trained twice, or returned something else, or no list.
+    """
+    found = run_hook(post_processor, samples, session_metadata)
+    repeated = len(found) - len(set(map(id, found)))
+    others = sum(not hasattr(sample, "loss_mask") for sample in found)
+    if repeated or others:
+        raise HookError(
+            f"hook {_name(post_processor)}",
+            got=f"{repeated} rows more than once, and {others} values that are no samples",
+            expected="samples, each of them once",
+            reason="every sampled token is trained in one row",
+            remedy="change the rows in place, and return those that are to stay",
+        )
+    return found
 
 
 def run_hook(hook: Picker | PostProcessor, samples: Sequence[Any], session_metadata: dict[str, Any]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -109,7 +110,7 @@ async def run_rollouts(
 
     Raises:
         ConfigError: prompts that are neither of these; all are named.
-        SessionError: the server cannot be reached, or refuses the driver's requests.
+        SessionError: the server cannot be reached, fails, or refuses to make sessions.
     """
     options = options or RolloutOptions()
     rollouts = _rollouts(prompts, options.n_samples_per_prompt)
@@ -142,18 +143,19 @@ async def _run(agent: Agent, rollout: _Rollout, client: SessionClient, options: 
     }
     try:
         outcome, error = await _play(agent, rollout, client.base_url(session), options)
+        rewards = {name: outcome[name] for name in ("reward", "rewards") if name in outcome}
+        rows = []
         try:
-            rewards = {name: outcome[name] for name in ("reward", "rewards") if name in outcome}
             rows = await client.rows(session, {**asked, "agent": rewards})
         except RequestError as refusal:
-            if not rewards:
-                raise
-            outcome, error = {}, f"the agent returned {shown(rewards)}: {refusal.got}"
-            rows = await client.rows(session, asked)
+            outcome, error = {}, error or f"rows were refused for {shown(rewards)}: {refusal.got}"
+            # Rewards that do not fit cost the rollout its score; a session that is gone costs its rows.
+            with suppress(RequestError):
+                rows = await client.rows(session, asked)
     finally:
         await client.forget(session)
     if not rows:
-        rows = [Sample(group_index=rollout.group_index, index=rollout.index, rollout_id=rollout.index, loss_mask=[])]
+        rows = [_without_turns(rollout)]
         error = error or "no rows: the agent made no turn, or none that fits into max_seq_len"
     for row in rows:
         row.prompt, row.label = rollout.prompt, rollout.label
@@ -164,6 +166,17 @@ async def _run(agent: Agent, rollout: _Rollout, client: SessionClient, options: 
     if error is not None:
         logger.warning("rollout %d of prompt %d was aborted: %s", rollout.index, rollout.group_index, error)
     return rows
+
+
+def _without_turns(rollout: _Rollout) -> Sample:
+    """A row that says that the rollout was there; it has every field of the others, and no tokens."""
+    return Sample(
+        group_index=rollout.group_index,
+        index=rollout.index,
+        rollout_id=rollout.index,
+        loss_mask=[],
+        rollout_log_probs=[],
+    )
 
 
 async def _play(
@@ -200,8 +213,10 @@ async def _outcome(
             metadata=metadata,
             label=rollout.label,
         )
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # Whatever an agent raises, it costs its own rollout only.
-        return {}, f"{type(error).__name__}: {error}"[:2000]
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001  # Whatever an agent raises, it costs its own rollout only.
+        return {}, _said(error)
     if returned is None:
         return {}, None
     if not isinstance(returned, Mapping):
@@ -212,9 +227,19 @@ async def _outcome(
         return {}, f"the agent returned what no file can hold: {error}"
 
 
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:2000]
+    except Exception:  # noqa: BLE001  # Its own text is code of the agent too.
+        return type(error).__name__
+
+
 def _rollouts(prompts: Iterable[Any], n_samples_per_prompt: int) -> list[_Rollout]:
     rollouts: list[_Rollout] = []
     bad: list[str] = []
+    if isinstance(prompts, str | bytes | Mapping):
+        # Its characters or keys would be prompts.
+        prompts, bad = [], [f"{shown(prompts)}, which is one prompt and no list of them"]
     for number, given in enumerate(prompts):
         entry = given if isinstance(given, Mapping) else {"prompt": given}
         prompt, label, metadata = entry.get("prompt"), entry.get("label"), entry.get("metadata")

@@ -10,9 +10,10 @@ from typing import BinaryIO
 
 from miles_norm.errors import DumpError
 
-__all__ = ["DUMP_ENDINGS", "TRAIN_ENDINGS", "ending_of", "open_existing", "replacing"]
+__all__ = ["DUMP_ENDINGS", "REPORT_ENDINGS", "TRAIN_ENDINGS", "ending_of", "open_existing", "replacing"]
 
 TRAIN_ENDINGS = (".safetensors", ".parquet")
+REPORT_ENDINGS = (".html",)
 DUMP_ENDINGS = (".pt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".safetensors")
 
 
@@ -29,7 +30,7 @@ def ending_of(path: str | os.PathLike[str], endings: Sequence[str], subject: str
     raise DumpError(
         subject,
         got=f"the file name {name!r}",
-        expected=f"a name that ends in {', '.join(endings[:-1])} or {endings[-1]}",
+        expected=f"a name that ends in {' or '.join(filter(None, (', '.join(endings[:-1]), endings[-1])))}",
         reason="the ending says how the file is written",
         remedy="name the output with one of these endings"
         if writing

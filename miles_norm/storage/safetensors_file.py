@@ -15,7 +15,7 @@ from torch import Tensor
 from miles_norm.errors import MissingDependencyError
 from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
 
-__all__ = ["load_safetensors", "safetensors_from_bytes", "safetensors_to_bytes", "save_safetensors"]
+__all__ = ["kept_tensor", "load_safetensors", "safetensors_from_bytes", "safetensors_to_bytes", "save_safetensors"]
 
 _LAYOUT, _HEAD = "miles_norm", "head"
 
@@ -124,6 +124,12 @@ def _table(
             columns.append(one.column(_sound(values), offsets, tensor(f"{one.field}.valid"), layout.num_rows))
     head = str(get(_HEAD).numpy().tobytes(), "ascii")
     return StoredTable(kind, layout.num_rows, columns, head, kept=lambda number: _sound(get(f"tensor.{number}")))
+
+
+def kept_tensor(path: Path, number: int) -> Tensor:
+    """A tensor that JSON cells refer to by number."""
+    with _safetensors().safe_open(os.fspath(path), framework="pt") as file:
+        return _sound(file.get_tensor(f"tensor.{number}"))
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

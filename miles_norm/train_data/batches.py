@@ -19,21 +19,22 @@ def packed_fields(columns: Mapping[str, Any], response_columns: Sequence[str]) -
     """Fields ``[T]``, all rows one after the other and aligned to token positions; ``weights`` is ``[N]``.
 
     Raises:
-        SampleError: loss masks with entries other than 0 and 1; all rows are named.
+        SampleError: loss masks with entries other than 0 and 1; all rows are named. Looked for on the CPU; on another
+            device that would wait for it.
     """
     tokens: Ragged = columns["tokens"]
     input_ids, offsets, lengths = tokens.values.to(torch.int64), tokens.offsets, tokens.lengths
-    device = input_ids.device
+    device, total = input_ids.device, len(input_ids)
     response = columns["response_lengths"].to(device)
-    position_ids = torch.arange(len(input_ids), device=device) - repeated(offsets[:-1], lengths)
-    response_mask = position_ids >= repeated(lengths - response, lengths)
+    position_ids = torch.arange(total, device=device) - repeated(offsets[:-1], lengths, total)
+    response_mask = position_ids >= repeated(lengths - response, lengths, total)
     fields = {"input_ids": input_ids, "position_ids": position_ids, "response_mask": response_mask}
     masks = columns.get("loss_masks")
     loss_mask = response_mask if masks is None else _placed(_binary(masks).to(device), response_mask)
     fields["loss_mask"] = loss_mask
     if "rewards" in columns:
         rewards = _row_values(columns["rewards"], torch.float32, device)
-        per_token = repeated(rewards, lengths)
+        per_token = repeated(rewards, lengths, total)
         fields["advantages"] = torch.where(loss_mask, per_token, torch.zeros((), dtype=rewards.dtype, device=device))
     for name in response_columns:
         if name in columns and name != "loss_masks":
@@ -67,6 +68,8 @@ def _placed(entries: Tensor, response_mask: Tensor) -> Tensor:
 
 def _binary(masks: Ragged) -> Tensor:
     values = masks.values
+    if values.device.type != "cpu":
+        return values != 0
     wrong = (values != 0) & (values != 1)
     if bool(wrong.any()):
         where = torch.nonzero(wrong)[:, 0]

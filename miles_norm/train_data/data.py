@@ -12,6 +12,7 @@ from miles_norm.train_data.batches import packed_fields, padded_fields
 from miles_norm.train_data.checks import RESPONSE_COLUMNS, bad_data, check_kinds, check_lengths, length_column
 from miles_norm.train_data.ragged import Ragged
 from miles_norm.train_data.ragged_checks import row_numbers
+from miles_norm.train_data.sending import received, sent
 
 __all__ = ["OWN_COLUMNS", "RESPONSE_COLUMNS", "Column", "TrainData"]
 
@@ -38,6 +39,9 @@ class TrainData:
 
     Alignment: the response is the last ``response_lengths[n]`` tokens of row n. Entry k of a response column belongs to
     the token at position ``len(tokens) - response_length + k``, whose logits a model gives one position earlier.
+
+    Pickled, it is flat arrays on the CPU. Where these come out of shared memory they are not copied, and must not be
+    written to.
 
     Raises:
         SampleError: columns of another length than N, a response column that is not as long as its response, a
@@ -178,10 +182,19 @@ class TrainData:
         Raises:
             SampleError: loss masks with entries other than 0 and 1, or more tokens than int32 counts.
         """
+        total = len(self._tokens.values)
+        if total >= 2**31:
+            raise bad_data("packed batch", f"{total} tokens", "fewer than 2**31", "select fewer rows")
         offsets = self._tokens.offsets
-        if self.num_tokens >= 2**31:
-            raise bad_data("packed batch", f"{self.num_tokens} tokens", "fewer than 2**31", "select fewer rows")
         return {**packed_fields(self.columns, RESPONSE_COLUMNS), "cu_seqlens": offsets.to(torch.int32)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As numpy arrays, which a shared object store hands out without a copy; tensors it would copy.
+        return {"columns": {name: sent(value) for name, value in self.columns.items()}, "step": self.step}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.columns = {name: received(value) for name, value in state["columns"].items()}
+        self.step = state["step"]
 
     def __repr__(self) -> str:
         step = f"; step: {', '.join(self.step)}" if self.step else ""

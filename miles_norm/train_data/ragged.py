@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import format_rows
-from miles_norm.train_data.ragged_build import adjacent_rows, flat_values, host_array, list_dtype
+from miles_norm.train_data.ragged_build import adjacent_rows, flat_values, host_array, joined_rows, list_dtype
 from miles_norm.train_data.ragged_checks import (
     bad_column,
     checked_offsets,
@@ -25,7 +25,7 @@ from miles_norm.train_data.ragged_checks import (
 __all__ = ["Ragged"]
 
 # Rows at least this long are copied one by one; shorter ones by an index of their tokens.
-_LONG_ROW = 256
+_LONG_ROW = 16
 
 
 class Ragged:
@@ -254,8 +254,7 @@ class Ragged:
         lengths, starts = self.lengths[chosen], self.offsets[chosen]
         offsets = running(lengths)
         if self.values.device.type == "cpu" and len(chosen) and int(offsets[-1]) >= _LONG_ROW * len(chosen):
-            bounds = self._host_offsets()
-            return _unchecked(torch.cat([self.values[bounds[n] : bounds[n + 1]] for n in chosen.tolist()]), offsets)
+            return _unchecked(joined_rows(self.values, self._host_offsets(), chosen.tolist()), offsets)
         shift = repeated(starts - offsets[:-1], lengths)
         return _unchecked(self.values[shift + torch.arange(len(shift), device=shift.device)], offsets)
 

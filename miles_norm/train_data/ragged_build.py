@@ -14,7 +14,16 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 
-__all__ = ["adjacent_rows", "flat_values", "from_numpy", "host_array", "list_dtype"]
+__all__ = [
+    "adjacent_rows",
+    "as_array",
+    "as_tensor",
+    "flat_values",
+    "from_numpy",
+    "host_array",
+    "joined_rows",
+    "list_dtype",
+]
 
 # array.array checks every element while it copies: a float in an integer column or an overflow raises, where numpy
 # would truncate. It is as fast as np.fromiter and ten times as fast as torch.tensor.
@@ -52,6 +61,30 @@ def host_array(values: Tensor) -> np.ndarray[Any, Any]:
         return values.numpy()
     except TypeError:
         return values.to(torch.float32).numpy()
+
+
+def as_array(values: Tensor) -> tuple[np.ndarray[Any, Any], torch.dtype | None]:
+    """A tensor as a numpy array on the CPU; one of a dtype that numpy lacks as its bytes, with the dtype."""
+    values = values.detach().cpu()
+    try:
+        return values.numpy(), None
+    except TypeError:
+        return values.contiguous().unsqueeze(-1).view(torch.uint8).numpy(), values.dtype
+
+
+def as_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype | None) -> Tensor:
+    """What ``as_array`` was given, on the memory of the array."""
+    tensor = from_numpy(array)
+    return tensor if dtype is None else tensor.view(dtype).squeeze(-1)
+
+
+def joined_rows(values: Tensor, bounds: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """Some rows of a flat tensor on the CPU, one after the other; there is at least one.
+
+    Through numpy, whose slices cost a tenth of torch's.
+    """
+    array, dtype = as_array(values)
+    return as_tensor(np.concatenate([array[bounds[n] : bounds[n + 1]] for n in rows]), dtype)
 
 
 def list_dtype(rows: Sequence[Any], declared: torch.dtype) -> torch.dtype:

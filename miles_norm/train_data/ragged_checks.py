@@ -73,12 +73,15 @@ def running(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def repeated(values: Tensor, lengths: Tensor) -> Tensor:
-    """``[T]`` from ``[N]``: entry n as often as row n is long."""
+def repeated(values: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
+    """``[T]`` from ``[N]``: entry n as often as row n is long.
+
+    ``total`` is T; without it the host waits for a device to know it.
+    """
     if values.device.type == "cpu" and values.dtype != torch.bfloat16:
         # torch.repeat_interleave takes 30 times as long on a CPU.
         return torch.from_numpy(np.repeat(values.detach().numpy(), lengths.numpy()))
-    return torch.repeat_interleave(values, lengths)
+    return torch.repeat_interleave(values, lengths, output_size=total)
 
 
 def checked_offsets(given: Any, values: Tensor) -> Tensor:

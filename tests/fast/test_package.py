@@ -45,11 +45,17 @@ ROOMS = (
     "filters",
     "loss",
     "conversion",
+    "sharding",
+    "streaming",
+    "distributed",
+    "pages",
     "session",
     "integrations",
+    "audit",
+    "cluster",
     "cli",
 )
-CORE = ROOMS[: ROOMS.index("conversion") + 1]
+CORE = ROOMS[: ROOMS.index("distributed") + 1]
 CORE_DEPENDENCIES = {"miles_norm", "torch", "numpy", "pydantic"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 HEAVY = ("torch", "ray", "sglang", "fastapi", "matplotlib", "typer", "rich", "yaml")

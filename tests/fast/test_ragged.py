@@ -258,6 +258,20 @@ def test_columns_that_are_refused():
         Ragged.concat([])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16])
+@pytest.mark.parametrize("length", [3, 40])
+@pytest.mark.parametrize("width", [(), (2,)])
+def test_long_and_short_rows_of_any_dtype_are_selected(dtype, length, width):
+    """Long rows are copied one by one, short ones by an index; some dtypes numpy lacks."""
+    values = torch.arange(4 * length).reshape(-1, *[1] * len(width)).expand(-1, *width).to(torch.float32).to(dtype)
+    column = Ragged(values.contiguous(), [0, length, length, 3 * length, 4 * length])
+    found = column.select([2, 1, 0, 2])
+    expected = [values[length : 3 * length], values[:0], values[:length], values[length : 3 * length]]
+    assert found.values.dtype == dtype
+    assert [len(row) for row in found] == [2 * length, 0, length, 2 * length]
+    assert torch.equal(found.values.float(), torch.cat(expected).float())
+
+
 def test_selections_and_paddings_that_are_refused():
     column = flat([[1], [2, 3], [4, 5, 6]])
     with pytest.raises(SampleError, match=r"got: +rows -1, 3") as caught:

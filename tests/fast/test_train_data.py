@@ -1,5 +1,7 @@
 """Train data: columns that fit together, the dict that Miles takes, batches against a slow oracle."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -142,6 +144,34 @@ def test_packed_batch_is_the_padded_one_without_padding(batch):
     assert packed.keys() == padded.keys()
     for name, values in packed.items():
         assert torch.equal(values, padded[name][real])
+
+
+@given(batches())
+def test_pickled_data_comes_back(batch):
+    _, data = batch
+    back = pickle.loads(pickle.dumps(data))
+    assert repr(back.as_miles_dict(own_columns=True)) == repr(data.as_miles_dict(own_columns=True))
+    assert {name: getattr(v, "dtype", None) for name, v in back.columns.items()} == {
+        name: getattr(v, "dtype", None) for name, v in data.columns.items()
+    }
+
+
+def test_pickled_data_is_not_copied_out_of_shared_memory():
+    tokens = Ragged(torch.arange(10), [0, 4, 10])
+    data = TrainData({
+        "tokens": tokens, "response_lengths": [0, 1], "ids": ["tensor", None],
+        "rollout_log_probs": Ragged(torch.tensor([0.5], dtype=torch.bfloat16), [0, 0, 1]),
+    })  # fmt: skip
+    buffers = []
+    text = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    memory = [bytes(buffer) for buffer in buffers]  # read-only, as an object store has it
+    back = pickle.loads(text, buffers=memory)
+    address = np.frombuffer(memory[0], np.uint8).__array_interface__["data"][0]
+    assert back["tokens"].values.data_ptr() == address
+    assert back["tokens"].tolists() == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    assert back["ids"] == ["tensor", None]
+    assert back["rollout_log_probs"].values.dtype == torch.bfloat16
+    assert back["rollout_log_probs"].tolists() == [[], [0.5]]
 
 
 def small(**changes):

@@ -55,11 +55,22 @@ def test_sampled_completions_are_rollouts_of_one_row(tmp_path: Path) -> None:
     check_gradient(gradient, gradient_of_rollouts(rollouts, advantages))
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"])
-def test_every_loss_is_the_mean_over_rollouts(tmp_path: Path, loss_type: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo"},
+        {"loss_type": "dr_grpo"},
+        {"loss_type": "luspo"},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "cispo", "epsilon_high": 5.0},  # of the ratio itself, not of its distance from 1
+        {"loss_type": "sapo"},
+        {"loss_type": "vespo"},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_every_loss_is_the_mean_over_rollouts(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Rows of five rollouts, with masks and padding, shuffled into two micro-batches."""
-    # TRL's clip of cispo is the ratio itself, not its distance from 1.
-    settings = {"loss_type": loss_type} | ({"epsilon_high": 5.0} if loss_type == "cispo" else {})
     subject = trainer(tmp_path, rewards_of, settings=settings, rollout_func=rollout_function, **DR_GRPO)
     gradient = step(subject)
     # Distances from the mean of their prompt: 1, 0, 0.5 and 0.25, 0.75.

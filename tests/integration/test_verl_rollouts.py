@@ -190,5 +190,9 @@ def test_a_rollout_uid_is_a_string() -> None:
     uid = RolloutUid("9f2c", ("session", 3))
     copy = pickle.loads(pickle.dumps(uid))
     assert (copy, hash(copy), copy.rollout, type(copy)) == ("9f2c", hash("9f2c"), ("session", 3), RolloutUid)
+    # Tensors hash by identity, and would be a rollout each; a row without an id is one.
+    assert [uid.rollout for uid in rollout_uids(["p"] * 2, torch.tensor([3, 3]))] == [3, 3]
+    lone = data_proto([("p", None, reward, [[1]]) for reward in (1.0, 0.0, 0.5)])
+    assert rows_of("miles_norm", DR_GRPO, data=lone) == [0.5, -0.5, 0.0]
     with pytest.raises(ValueError, match="zip"):
         rollout_uids(["p"], [0, 1])

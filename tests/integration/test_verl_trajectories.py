@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -135,12 +136,16 @@ def test_keys_that_do_not_fit_the_rows_are_refused(keys: list[str], match: str) 
 
 # The step of the v1 trainer with its real store, in a process that loads us as a training run does.
 STEP = """
+import sys
 from types import SimpleNamespace
 import ray, torch, verl
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import trainer_base
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-ray.init(num_cpus=8, include_dashboard=False, object_store_memory=512 * 2**20, log_to_driver=False)
+settings = {"include_dashboard": False, "object_store_memory": 512 * 2**20, "log_to_driver": False}
+ray.init(num_cpus=8, _temp_dir=sys.argv[1], **settings)
 tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
 rewards = {"p_0_0": [0, 0, 1.0], "p_0_1": [0, 1.0], "p_1_0": [0, 0, 0, 0.0]}
 fields = [
@@ -165,12 +170,14 @@ ray.shutdown()
 @pytest.mark.ray
 def test_a_step_of_the_v1_trainer() -> None:
     """Two rows of the success count once: the mean is 0.5, and not 2/3."""
-    environment = {"VERL_USE_EXTERNAL_MODULES": "miles_norm.integrations.verl_v1", "RAY_USAGE_STATS_ENABLED": "0"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", STEP],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {"VERL_USE_EXTERNAL_MODULES": "miles_norm.integrations.verl_v1"}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # nothing is written elsewhere
+    with tempfile.TemporaryDirectory(prefix="r") as folder:  # short, for the names of sockets are
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", STEP, folder],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
     assert run.stdout.splitlines()[-1:] == ["[[0.5, 0.5, 0.5], [0.5, 0.5], [-0.5, -0.5, -0.5, -0.5]]"], run.stderr

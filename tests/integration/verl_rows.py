@@ -41,7 +41,7 @@ __all__ = [
     "verl",
 ]
 
-Rollout = tuple[str, int, float, list[list[int]]]
+Rollout = tuple[str, int | None, float, list[list[int]]]
 
 # Prompt, rollout, its reward, the mask of each of its rows. Trainable tokens of rollouts: p 3, 7, 5; q 8, 2.
 ROLLOUTS: list[Rollout] = [

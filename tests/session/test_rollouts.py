@@ -111,9 +111,9 @@ class Junk:
 RETURNED: list[tuple[Any, str]] = [
     (7, "the agent returned 7, neither a mapping nor None"),
     ("done", "the agent returned 'done', neither a mapping nor None"),
-    ({"reward": "good"}, "the agent returned {'reward': 'good'}: "),
-    ({"reward": [1.0]}, "the agent returned {'reward': [1.0]}: "),
-    ({"rewards": 3}, "the agent returned {'rewards': 3}: "),
+    ({"reward": "good"}, "rows were refused for {'reward': 'good'}: status 400"),
+    ({"reward": [1.0]}, "rows were refused for {'reward': [1.0]}: status 400"),
+    ({"rewards": 3}, "rows were refused for {'rewards': 3}: status 400"),
     ({"reward": 1.0, "rewards": {"nobody": 1.0}}, "response id nobody, which no turn of the session has"),
     ({"reward": Junk()}, "the agent returned what no file can hold: 'outcome.reward': a value of type Junk"),
     ({"reward": 1.0, "tool": Junk()}, "the agent returned what no file can hold: 'outcome.tool': a value of type Junk"),
@@ -306,6 +306,21 @@ async def test_a_server_that_is_full_for_a_while() -> None:
     async with served(max_sessions=2) as api:
         rows = await run_rollouts(agent, ["a"] * 8, api.address, RolloutOptions(retries=8))
         assert [row.status for row in rows] == ["completed"] * 8
+
+
+async def test_a_session_that_is_gone_costs_its_rollout_only(api: Api) -> None:
+    """Expired under an agent that takes its time, or lost by a server without a journal."""
+
+    async def agent(base_url: str, prompt: Any, **_: Any) -> dict[str, Any]:
+        await ask(base_url, user("hi"))
+        if prompt == "lost":
+            await api.call("DELETE", base_url.removeprefix(api.address))
+        return {"reward": 1.0}
+
+    kept, lost = await run_rollouts(agent, ["kept", "lost"], api.address)
+    assert (kept.status, kept.reward) == ("completed", 1.0)
+    assert (lost.status, lost.reward, len(lost.tokens)) == ("aborted", None, 0)
+    assert "status 404: session" in lost.metadata["error"]
 
 
 async def test_no_server_at_all() -> None:

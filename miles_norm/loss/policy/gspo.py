@@ -24,15 +24,30 @@ def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, s
 
     Raises:
         SampleError: tensors that differ in shape, an index that does not fit them; on the CPU also an index out of
-            range, and values that no trainable token can have.
+            range, values that no trainable token can have, and sequences with more tokens here than in all.
 
     >>> sequences = Sequences(torch.tensor([0, 0]), torch.tensor([4]))
     >>> sequence_log_ratio(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1), torch.ones(2, 1), sequences).tolist()
     [1.0]
     """
     policy, old = trained_values(mask, log_probs=log_probs, old_log_probs=old_log_probs)
-    sums = _sums((policy - old).detach(), checked_sequences(sequences, log_probs))
+    checked = checked_sequences(sequences, log_probs)
+    sums = _sums((policy - old).detach(), checked)
+    if on_cpu(log_probs):
+        _check_tokens(_sums((mask != 0).to(torch.int64), checked), sequences)
     return sums / sequences.tokens.to(sums.device).clamp(min=1)
+
+
+def _check_tokens(here: Tensor, sequences: Sequences) -> None:
+    bad = torch.nonzero(here > sequences.tokens.to(here.device))[:, 0].tolist()
+    if bad:
+        raise SampleError(
+            f"tokens of {format_rows(bad, 'sequence')}",
+            got=", ".join(f"{int(sequences.tokens[n])} in all, {int(here[n])} of them here" for n in bad[:10]),
+            expected="the trainable tokens of each sequence, those in other micro-batches too",
+            reason="the mean log-ratio divides by them",
+            remedy="make the sequences with row_sequences or rollout_sequences, of these masks",
+        )
 
 
 def gspo_loss(

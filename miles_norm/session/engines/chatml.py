@@ -120,8 +120,10 @@ def _role(message: Message) -> str:
 
 
 def _body(message: Message) -> str:
-    calls = []
-    for call in message.get("tool_calls") or ():
+    calls, given = [], message.get("tool_calls") or ()
+    if not isinstance(given, Sequence):
+        raise _malformed("tool_calls of a message", shown(given), "a list of tool calls")
+    for call in given:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise _malformed("tool call of a message", shown(call), "{'function': {'name': ..., 'arguments': ...}}")

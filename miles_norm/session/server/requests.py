@@ -47,6 +47,9 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ValueError(f"the role is {shown(role)}, and none of {', '.join(ROLES)}")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise ValueError(f"tool_calls are {shown(calls)}, and no list of objects")
     parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not parts and not isinstance(content, str | None):
         raise ValueError(f"the content is {shown(content)}, and neither a text nor a list of parts")

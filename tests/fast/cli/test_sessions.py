@@ -9,6 +9,7 @@ import pytest
 from command_line import Run
 
 from miles_norm import read_dump
+from miles_norm.cli.sessions import read_prompts
 
 AGENT = """
 import aiohttp
@@ -140,3 +141,46 @@ def test_a_request_setting_needs_a_value(run: Callable[..., Run], agent: Path, t
     )  # fmt: skip
     assert done.code == 2
     assert "--request temperature" in done.err
+
+
+def test_a_dump_of_aborted_rollouts_only_is_written_and_no_success(
+    run: Callable[..., Run], agent: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "rollout.jsonl"
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "fail"), "-o", out)
+    assert done.code == 2
+    assert {row["status"] for row in read_dump(out).samples} == {"aborted"}
+
+
+def test_a_rollout_without_a_turn_is_converted_with_the_others(
+    run: Callable[..., Run], agent: Path, tmp_path: Path
+) -> None:
+    out, train = tmp_path / "rollout.jsonl", tmp_path / "train.safetensors"
+    run("rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "fail", "ab"), "-o", out)
+    done = run("convert", out, train, "--set", "missing_reward=exclude")
+    assert (done.code, "16 rows" in done.err) == (0, True), done.err
+
+
+def test_prompts_are_not_replaced_by_the_dump(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    given = prompts(tmp_path, "ab")
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", given, "-o", given, "--force")
+    assert done.code == 2
+    assert "the input file" in done.err
+    assert given.read_text() == '"ab"\n'
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(5)", "def (", "1 / 0"])
+def test_an_agent_whose_module_fails(run: Callable[..., Run], tmp_path: Path, code: str) -> None:
+    path = tmp_path / "cli_agent.py"
+    path.write_text(code)
+    done = run("rollout", "--agent", f"{path}:solve", "--prompts", prompts(tmp_path, "a"), "-o", tmp_path / "o.jsonl")
+    assert done.code == 2
+    assert f"agent '{path}:solve'" in done.err
+    sys.modules.pop("cli_agent", None)
+    sys.path.remove(str(tmp_path))
+
+
+def test_lines_end_with_line_feeds_only(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"a\u2028b"\n"c"\n', encoding="utf-8")
+    assert read_prompts(path) == ["a\u2028b", "c"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from miles_norm.cli.summary import number
+from miles_norm.audit.summary import number
 
 
 def sets(*texts: str) -> list[str]:

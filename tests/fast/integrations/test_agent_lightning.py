@@ -266,3 +266,10 @@ class TestAdvantages:
             del getattr(batch, where)[name]
             with pytest.raises(SampleError, match=f"{name} in {where}\n  got:      no such field"):
                 advantages_of(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tokens_are_counted_exactly_in_masks_of_any_dtype(dtype: torch.dtype) -> None:
+    mask = torch.ones(2, 2049).to(dtype)  # as a sum in these dtypes 2048
+    scaled = normalize_advantages_by_rollout(torch.ones(2, 2049), mask, ["a", "b"], divisor="rollouts")
+    assert float(1 / scaled[0, 0]) == pytest.approx(2 * 2049, rel=1e-6)

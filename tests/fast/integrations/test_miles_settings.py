@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from miles_norm.errors import ConfigError, SampleError
-from miles_norm.integrations.miles import pg_loss_reducer
+from miles_norm.integrations.miles import convert_samples_to_train_data, pg_loss_reducer, post_process_rewards
 from miles_norm.integrations.miles_flags import normalization_settings
 
 
@@ -126,3 +126,16 @@ class TestReducer:
     def test_without_a_file(self) -> None:
         with pytest.raises(ConfigError, match=r"MILES_NORM_LOSS_CONFIG\n  got:      no such environment variable"):
             pg_loss_reducer([9, 9], [3, 2], self.MASKS, False)
+
+
+def test_a_reward_that_counts_as_0_is_logged_as_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("missing_reward: zero\n")
+    monkeypatch.setenv("MILES_NORM_CONFIG", str(settings))
+    rows = [
+        {"group_index": 0, "index": k, "reward": r, "tokens": [5, 6], "response_length": 1}
+        for k, r in enumerate((None, 1.0))
+    ]
+    args = Namespace(advantage_estimator="grpo")
+    assert post_process_rewards(args, rows)[0] == [0.0, 1.0]
+    assert convert_samples_to_train_data(args, rows)["raw_reward"] == [0.0, 1.0]

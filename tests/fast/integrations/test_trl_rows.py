@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from miles_norm.errors import ConfigError, SampleError
 from miles_norm.integrations.trl_config import check_loss_type, divided_by
@@ -55,6 +56,9 @@ def test_lists_of_another_length_are_named() -> None:
 def test_ids_are_unique_within_a_prompt() -> None:
     assert number_rollouts([0, 0, 1, 0, 0, 0], groups=[0, 0, 0, 1, 1, 2]) == [0, 0, 2, 3, 3, 5]
     assert number_rollouts(None, groups=[0, 0, 1]) == [0, 1, 2]
+    assert number_rollouts(torch.tensor([4, 4, 4]), groups=[0, 0, 1]) == [0, 0, 2]
+    with pytest.raises(SampleError, match="row 1"):
+        number_rollouts([0, [0]], groups=[0, 0])
 
 
 @pytest.mark.parametrize("name", ["bnpo", "no such loss"])
@@ -64,6 +68,4 @@ def test_losses_that_divide_by_what_is_not_known_are_refused(name: str) -> None:
 
 
 def test_a_batch_without_a_token_divides_by_no_zero() -> None:
-    import torch
-
     assert divided_by("dapo", torch.zeros(3, dtype=torch.int64), 8).tolist() == [1.0]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError
 from miles_norm.loss import (
+    Sequences,
     cispo_loss,
     clipped_loss,
     gspo_loss,
@@ -127,3 +128,14 @@ def test_weights_that_are_flags_are_refused() -> None:
         reduce_token_losses(X, torch.tensor([True, False]), MASK)
     with pytest.raises(SampleError, match=r"^weights\n +got: +torch.bool"):
         scale_advantages(torch.ones(2), MASK, torch.tensor([True, False]))
+
+
+def test_a_product_beyond_the_dtype_names_its_row() -> None:
+    with pytest.raises(SampleError, match=r"advantages and weights of row 0\n"):
+        scale_advantages(torch.tensor([3e38, 1.0]), torch.ones(2, 1), torch.tensor([1e5, 1.0]))
+
+
+def test_sequences_with_more_tokens_here_than_in_all_are_named() -> None:
+    sequences = Sequences(torch.tensor([0, 1]), torch.tensor([1, 3]))
+    with pytest.raises(SampleError, match=r"tokens of sequence 0\n.*1 in all, 3 of them here"):
+        sequence_log_ratio(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3), sequences)

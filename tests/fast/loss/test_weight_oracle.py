@@ -11,6 +11,7 @@ from weight_oracle import Rows, loss_configs, row_batches, update_configs, weigh
 from miles_norm import LossConfig, RolloutColumns, UpdateConfig, loss_weights, normalize_columns, plan_updates
 from miles_norm.errors import SampleError
 from miles_norm.loss import mask_loss_weights, update_masses
+from miles_norm.result import NormalizedRewards
 
 
 @given(row_batches(), loss_configs(), update_configs())
@@ -67,10 +68,10 @@ def test_a_plan_for_another_batch_is_refused() -> None:
         RolloutColumns(group=[0] * n, rollout=[0] * n, reward=[1.0] * n, trainable_tokens=[1] * n) for n in (2, 3)
     ]
     two, three = map(normalize_columns, columns)
-    with pytest.raises(SampleError, match=r"a plan for 2 rows .*\n.*one for the 3 rows of the result"):
+    with pytest.raises(SampleError, match=r"a plan for 2 rows.*\n.*one for the 3 rows of the result"):
         loss_weights(three, plan=plan_updates(two))
     other = RolloutColumns(group=[0] * 3, rollout=[0, 0, 1], reward=[1.0] * 3, trainable_tokens=[1] * 3)
-    with pytest.raises(SampleError, match=r"3 rows and 1 rollouts, not these\n.*3 rows of the result, which are 2"):
+    with pytest.raises(SampleError, match=r"3 rows, 1 rollouts and 1 groups, not these\n.*are 2 rollouts in"):
         loss_weights(normalize_columns(other), plan=plan_updates(three))
     # Made anew over the same rows, a result still fits.
     assert loss_weights(normalize_columns(columns[1]), plan=plan_updates(three)).sum() > 0
@@ -132,3 +133,13 @@ def test_weights_do_not_depend_on_the_order_of_rows(seed: int) -> None:
     tokens = torch.randint(0, 5, (9,), generator=generator)
     order = torch.randperm(9, generator=generator)
     assert torch.equal(mask_loss_weights(tokens[order], rollout[order]), mask_loss_weights(tokens, rollout)[order])
+
+
+def test_a_plan_of_other_groups_is_refused() -> None:
+    def of(groups: list[int]) -> NormalizedRewards:
+        return normalize_columns(
+            RolloutColumns(group=groups, rollout=[0, 1, 2], reward=[1.0, 0.0, 1.0], trainable_tokens=[1] * 3)
+        )
+
+    with pytest.raises(SampleError, match=r"1 groups, not these\n.*in 2 groups"):
+        loss_weights(of([0, 0, 1]), plan=plan_updates(of([0, 0, 0])))

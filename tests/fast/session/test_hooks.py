@@ -242,3 +242,17 @@ def test_post_processors_come_after_ownership_and_in_order() -> None:
     # The leaf committed first owns the turn that both have: b, e and two stop tokens against e and one.
     assert seen == [[(1.0, 2), (1.0, 4)]]
     assert [row.reward for row in rewarded] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("hook", "got"),
+    [
+        (lambda rows, metadata: rows + rows, "1 rows more than once, and 0 values"),
+        (lambda rows, metadata: [1, 2], "0 rows more than once, and 2 values that are no samples"),
+    ],
+)
+def test_a_post_processor_returns_samples_each_once(hook: Any, got: str) -> None:
+    session = Session()
+    session.turn([user("a")], "b")
+    with pytest.raises(HookError, match=got):
+        assemble(session.forest, Sample(index=0), keep_all, [hook])

@@ -93,3 +93,10 @@ def test_rewards_keep_their_types() -> None:
 def test_ids_keep_their_types() -> None:
     asked = read_body(SamplesRequest, b'{"group_index": "a", "index": 0, "rollout_id": "0"}')
     assert (asked.group_index, asked.index, asked.rollout_id) == ("a", 0, "0")
+
+
+@pytest.mark.parametrize("calls", [3, "x", [3], {"id": "0"}])
+def test_tool_calls_are_a_list_of_objects(calls: object) -> None:
+    body = json.dumps({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}).encode()
+    with pytest.raises(RequestError, match="tool_calls are"):
+        read_body(ChatRequest, body)

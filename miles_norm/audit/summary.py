@@ -24,6 +24,7 @@ __all__ = [
     "number",
     "select_notable",
     "summarize_groups",
+    "unscored_rows",
 ]
 
 
@@ -202,6 +203,12 @@ def disagreeing_rows(result: NormalizedRewards) -> Tensor:
         return torch.zeros_like(own, dtype=torch.bool)
     differs = ~torch.isnan(own) & (own != own[result.mainstream_rows][result.index.row_rollout])
     return differs if result.columns.padding is None else differs & ~result.columns.padding
+
+
+def unscored_rows(result: NormalizedRewards) -> Tensor:
+    """bool ``[N]``: the row has no finite reward and is no padding."""
+    unscored, padding = ~torch.isfinite(result.raw_rewards), result.columns.padding
+    return unscored if padding is None else unscored & ~padding
 
 
 def select_notable(summaries: Sequence[GroupSummary], limit: int) -> list[GroupSummary]:

@@ -1,8 +1,8 @@
-"""Samples to ``TrainData``: what a trainer eats, under Miles' keys, without copying token lists."""
+"""Fields of samples that become columns of train data, and what they must be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import ge
 from types import NoneType
 from typing import Any
@@ -11,16 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.columns.sample_columns import flatten_samples, row_fields
-from miles_norm.config import LossConfig, NormalizationConfig
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.loss import loss_weights
-from miles_norm.normalize import normalize_rewards
-from miles_norm.result import NormalizedRewards
-from miles_norm.train_data import TrainData
 from miles_norm.train_data.ragged import Ragged
 
-__all__ = ["convert_samples_to_train_data", "train_data_from_result"]
+__all__ = [
+    "EMPTY_ENTRIES",
+    "adapter_columns",
+    "check_lengths",
+    "check_tokens",
+    "final_masks",
+    "integers_or_list",
+    "optional_columns",
+    "response_lengths",
+]
 
 TOKEN_FIELDS = {
     "rollout_log_probs": torch.float32,
@@ -46,102 +49,12 @@ METADATA_FIELDS = (
 )
 """Entries of a sample's metadata that the trainer gets as columns; ``raw_reward`` replaces the reward there."""
 
-STEP_FIELDS = ("prompt_group_sizes", "step_slots", "step_adapter_names", "dynamic_global_batch_size")
+EMPTY_ENTRIES: dict[str, Any] = {"multimodal_train_inputs": None, "weight_versions": []}
+"""Optional columns that some rows may lack, and what stands there: a row without images is no mistake."""
 
 
-def convert_samples_to_train_data(
-    samples: Iterable[Any],
-    config: NormalizationConfig | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    loss_config: LossConfig | None = None,
-) -> TrainData:
-    """Normalize the rewards and lay out everything that the trainer needs, in columns.
-
-    The keys are those of Miles' own conversion: tokens, response_lengths, rewards (the advantages), raw_reward,
-    truncated, sample_indices, rollout_ids, loss_masks, rollout_mask_sums; of the optional fields each that the samples
-    or the metadata have; and two of ours, weights (loss weight per row) and trained.
-
-    Args:
-        samples: Rows, flat or nested, as ``normalize_rewards`` takes them. They are read, never changed: lists of
-            tokens, log-probs and masks are referred to, not copied.
-        config: Defaults to ``NormalizationConfig()``.
-        metadata: Of the rollout step, as Miles passes it: prompt_group_sizes, step_slots, step_adapter_names,
-            dynamic_global_batch_size.
-        loss_config: For the column ``weights``; defaults to ``LossConfig()``.
-
-    ``rollout_ids`` are the samples' own where these are integers that name each rollout once, else 0 to R - 1: a
-    trainer counts distinct ids, and one id in two groups would merge two rollouts. ``loss_masks`` are ones where a
-    sample has none, and zeros for rows that are removed, padding, untrained or excluded. ``rollout_mask_sums`` add up
-    these masks per rollout.
-
-    Raises:
-        SampleError: tokens shorter than the response, a mask or log-probs of another length than the response, an
-            optional field that only some rows have; all rows are named.
-        MilesNormError: whatever ``normalize_rewards`` raises.
-
-    >>> rows = [{"group_index": 0, "index": i, "reward": r, "tokens": [7, 8, 9], "response_length": 2}
-    ...         for i, r in enumerate((1.0, 0.0))]
-    >>> data = convert_samples_to_train_data(rows, NormalizationConfig(advantage_estimator="dr_grpo"))
-    >>> data.as_miles_dict()["loss_masks"], data["rewards"].tolist()
-    ([[1, 1], [1, 1]], [0.5, -0.5])
-    """
-    metadata = metadata or {}
-    samples = samples if isinstance(samples, Sequence) else list(samples)
-    result = normalize_rewards(samples, config, metadata.get("prompt_group_sizes"))
-    return train_data_from_result(samples, result, metadata, loss_config)
-
-
-def train_data_from_result(
-    samples: Iterable[Any],
-    result: NormalizedRewards,
-    metadata: Mapping[str, Any] | None = None,
-    loss_config: LossConfig | None = None,
-) -> TrainData:
-    """``convert_samples_to_train_data`` for samples whose rewards are normalized already.
-
-    Raises:
-        SampleError: as there, or a result of another number of rows.
-    """
-    rows = flatten_samples(samples)[0]
-    if any(issubclass(kind, Mapping) and not issubclass(kind, dict) for kind in set(map(type, rows))):
-        rows = [dict(row) if isinstance(row, Mapping) else row for row in rows]
-    if len(rows) != result.index.num_rows:
-        raise SampleError(
-            "samples",
-            got=f"{len(rows)} rows",
-            expected=f"the {result.index.num_rows} rows that the result was computed from",
-            reason="advantages and masks are matched by position",
-            remedy="normalize these samples, or pass those of the result",
-        )
-    metadata, field = metadata or {}, row_fields(rows)
-    tokens, masks = field("tokens"), field("loss_mask")
-    lengths = _response_lengths(field("response_length"), masks)
-    _check_tokens(tokens, lengths)
-    _check_lengths("loss_mask", masks, lengths)
-    index = result.index
-    mask_sums = torch.zeros(index.num_rollouts, dtype=torch.int64, device=index.row_rollout.device)
-    mask_sums.index_add_(0, index.row_rollout, result.trainable_tokens)
-    columns: dict[str, Any] = {
-        "tokens": Ragged.from_rows(tokens, torch.int64),
-        "response_lengths": torch.tensor(lengths, dtype=torch.int64),
-        "rewards": result.advantages,
-        "raw_reward": result.raw_rewards,
-        "truncated": _truncated(result),
-        "sample_indices": _integers_or_list(field("index")),
-        "rollout_ids": _rollout_ids(result),
-        "loss_masks": Ragged.from_rows(_final_masks(masks, lengths, result), torch.uint8),
-        "rollout_mask_sums": mask_sums[index.row_rollout],
-        "weights": loss_weights(result, loss_config),
-        "trained": result.trained_rows,
-    }
-    columns |= _optional_columns(field, tokens, lengths)
-    adapters, step = _adapters(field, metadata)
-    columns |= adapters
-    step |= {name: metadata[name] for name in STEP_FIELDS if metadata.get(name) is not None and name not in step}
-    return TrainData(columns, step)
-
-
-def _response_lengths(given: list[Any], masks: list[Any]) -> list[int]:
+def response_lengths(given: list[Any], masks: list[Any]) -> list[int]:
+    """``response_length`` of each row, without it the length of its mask."""
     if set(map(type, given)) == {int}:
         return given
     lengths = [
@@ -150,7 +63,8 @@ def _response_lengths(given: list[Any], masks: list[Any]) -> list[int]:
     return [int(length) for length in lengths]
 
 
-def _check_tokens(tokens: list[Any], lengths: list[int]) -> None:
+def check_tokens(tokens: list[Any], lengths: list[int]) -> None:
+    """Refuse rows with fewer tokens than their response has."""
     if NoneType not in set(map(type, tokens)) and all(map(ge, map(len, tokens), lengths)):
         return
     bad = [n for n, (row, length) in enumerate(zip(tokens, lengths, strict=True)) if row is None or len(row) < length]
@@ -168,7 +82,7 @@ def _check_tokens(tokens: list[Any], lengths: list[int]) -> None:
         )
 
 
-def _check_lengths(name: str, values: list[Any], lengths: Sequence[int]) -> None:
+def check_lengths(name: str, values: list[Any], lengths: Sequence[int]) -> None:
     """Refuse values of another length; None is no value."""
     if NoneType not in set(map(type, values)) and list(map(len, values)) == lengths:
         return
@@ -188,32 +102,16 @@ def _check_lengths(name: str, values: list[Any], lengths: Sequence[int]) -> None
         )
 
 
-def _truncated(result: NormalizedRewards) -> Tensor:
-    truncated = result.columns.truncated
-    return torch.zeros_like(result.index.row_rollout) if truncated is None else truncated.to(torch.int64)
-
-
-def _integers_or_list(values: list[Any]) -> Tensor | list[Any]:
+def integers_or_list(values: list[Any]) -> Tensor | list[Any]:
+    """Integers of int64 as a tensor, anything else as it is."""
     if set(map(type, values)) == {int} and min(values) >= -(2**63) and max(values) < 2**63:
         return torch.tensor(values, dtype=torch.int64)
     return values
 
 
-def _rollout_ids(result: NormalizedRewards) -> Tensor:
-    """int64 ``[N]``, one id per rollout: the given ones where these are integers and name each rollout once."""
-    index = result.index
-    column = index.rollout_column
-    if column is not None and column.labels is None and column.missing is None:
-        ids = column.codes[index.first_row]
-        if len(torch.unique(ids)) == len(ids):
-            return column.codes
-    return index.row_rollout
-
-
-def _final_masks(masks: list[Any], lengths: list[int], result: NormalizedRewards) -> list[Any]:
+def final_masks(masks: list[Any], lengths: list[int], silenced: Tensor) -> list[Any]:
     """The masks that are trained: ones where there is none, zeros on rows whose tokens were taken away."""
-    given = result.columns.trainable_tokens
-    emptied = torch.nonzero((given > 0) & ~result.trained_rows)[:, 0].tolist()
+    emptied = torch.nonzero(silenced)[:, 0].tolist()
     final = list(masks)
     if NoneType in set(map(type, masks)):
         final = [[1] * length if mask is None else mask for mask, length in zip(masks, lengths, strict=True)]
@@ -228,19 +126,19 @@ def _zeros_like(mask: Any) -> Any:
     return np.zeros_like(mask) if isinstance(mask, np.ndarray) else [0] * len(mask)
 
 
-def _optional_columns(field: Callable[[str], list[Any]], tokens: list[Any], lengths: list[int]) -> dict[str, Any]:
+def optional_columns(field: Callable[[str], list[Any]], tokens: list[Any], lengths: list[int]) -> dict[str, Any]:
+    """Of the optional fields each that the rows have."""
     columns: dict[str, Any] = {}
     for name, dtype in (TOKEN_FIELDS | ROUTING_FIELDS).items():
         values = field(name)
         if _on_all_rows(name, values):
             expected = lengths if name in TOKEN_FIELDS else [max(len(row) - 1, 0) for row in tokens]
-            _check_lengths(name, values, expected)
+            check_lengths(name, values, expected)
             columns[name] = Ragged.from_rows(values, dtype)
     train_metadata = field("train_metadata")
     if _on_all_rows("train_metadata", train_metadata):
         columns["metadata"] = train_metadata
-    # A row without images or without a recorded version is no mistake.
-    for name, empty in (("multimodal_train_inputs", None), ("weight_versions", [])):
+    for name, empty in EMPTY_ENTRIES.items():
         values = field(name)
         if set(map(type, values)) == {NoneType}:
             continue
@@ -276,7 +174,9 @@ def _on_all_rows(name: str, values: list[Any]) -> bool:
     return False
 
 
-def _adapters(field: Callable[[str], list[Any]], metadata: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def adapter_columns(
+    field: Callable[[str], list[Any]], metadata: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Columns and step entries of a batch with several adapters."""
     adapters = field("adapter")
     if not _on_all_rows("adapter", adapters):
