@@ -68,7 +68,7 @@ async def test_a_generation_that_runs_finishes_under_the_weights_that_it_began_w
 
 
 async def test_an_update_while_requests_begin_and_end(sglang: Server, models: Models) -> None:
-    """Health checks, and clients that leave: the server still works for them when its last answer is out."""
+    """Health checks and clients that leave keep no update from being finished, and no version from being told."""
     engine = SGLangEngine(sglang.url, HuggingFaceRenderer(models.first))
     async with served(engine) as api:
         session = await api.create()
