@@ -56,7 +56,7 @@ endef
 
 .DELETE_ON_ERROR:
 .SECONDEXPANSION:
-.PHONY: help install demo demo-dump test test-session test-ray test-browser test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
+.PHONY: help install demo demo-dump test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -129,6 +129,25 @@ $(FRAMEWORKS:%=$(FRAMEWORK_VENV)%/.ready): $(FRAMEWORK_VENV)%/.ready: pyproject.
 	@$(@D)/bin/python -W ignore -c 'import $(IMPORTED_$*)'
 	@echo '$(ORIGIN)' > $(@D)/.origin
 	@touch $@
+
+SGLANG := $(FRAMEWORK_VENV)sglang
+SGLANG_PYTHON := $(abspath $(SGLANG))/bin/python
+
+$(SGLANG)/.ready: pyproject.toml constraints.txt requirements/sglang.txt requirements/smg.txt $(call stale,$(SGLANG))
+	$(call create-venv,$(@D))
+	@echo "[3/3] SGLang, routers, and what a machine without a GPU lacks"
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r requirements/sglang.txt -r requirements/smg.txt ./tools/sglang_cpu
+	@$(@D)/bin/python -W ignore -c 'import sglang_cpu, sglang'
+	@echo '$(ORIGIN)' > $(@D)/.origin
+	@touch $@
+
+sglang-cpu: $(SGLANG)/.ready ## a tiny model on a real SGLang server, on port 30000 of this machine
+	@[ -e $(OUT)/tiny/config.json ] || $(SGLANG_PYTHON) -m sglang_cpu.tiny_model $(OUT)/tiny
+	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(OUT)/tiny --port 30000
+
+test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## a real SGLang server, routers before two, one killed
+	@SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
 
 test-verl: ## estimators, losses and the plugin against verl, in .venv-verl
 test-trl: ## optimizer steps of TRL's trainer, in .venv-trl
