@@ -166,10 +166,8 @@ format: $(VENV)/.dev ## mend what ruff can mend
 	@$(BIN)/python -m ruff check --fix .
 	@$(BIN)/python -m ruff format .
 
-bench: $(VENV)/.dev ## every benchmark, each against a baseline of the same run
-	@for file in benchmarks/*.py; do \
-		[ -e "$$file" ] || continue; echo "== $$file"; $(BIN)/python "$$file" || exit 1; \
-	done
+bench: $(VENV)/.ray ## a short set of every benchmark: figures beside what is asked for, JSON and a picture in build/bench
+	@$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove the virtual environments and every cache
 	@rm -rf .venv .venv-* out .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
