@@ -303,6 +303,7 @@ def rollout(  # the command line is what the options are
 
     from miles_norm.cli.sessions import (
         EngineChoice,
+        aborted_rollouts,
         api_key,
         load_agent,
         read_prompts,
@@ -329,7 +330,7 @@ def rollout(  # the command line is what the options are
     messages = console_for(stderr=True)
     show_warnings(messages, warnings)
     show_rollouts(messages, rows, output)
-    if all(row.status == "aborted" and "error" in row.metadata for row in rows):
+    if aborted_rollouts(rows) == {row.rollout_id for row in rows}:
         raise typer.Exit(2)  # nothing to train on
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "Batch",
     "group_sizes",
     "kept_warnings",
+    "key_and_value",
     "load",
     "parse_sizes",
     "read_config",
@@ -76,21 +77,30 @@ def read_settings(model: type[Config], path: Path | None, settings: Sequence[str
     """
     given = {} if path is None else model.read_yaml(path)
     for text in settings:
-        key, separator, value = (part.strip() for part in text.partition("="))
-        if not separator or not all(key.split(".")):
-            raise ConfigError(
-                f"--set {text}",
-                got="no key=value",
-                expected="a field, an equals sign and a YAML value",
-                reason="every setting has a name",
-                remedy=f"write for example --set {next(iter(model.model_fields))}=VALUE; "
-                f"fields: {', '.join(model.model_fields)}",
-            )
-        nested = parse_yaml(value, f"--set {key}")
+        key, nested = key_and_value(
+            text,
+            "--set",
+            expected="a field, an equals sign and a YAML value",
+            reason="every setting has a name",
+            remedy=f"write for example --set {next(iter(model.model_fields))}=VALUE; "
+            f"fields: {', '.join(model.model_fields)}",
+        )
         for name in reversed(key.split(".")):
             nested = {name: nested}
         given = _merged(given, nested)
     return given
+
+
+def key_and_value(text: str, option: str, *, expected: str, reason: str, remedy: str) -> tuple[str, Any]:
+    """The two sides of ``key=value``, the value read as YAML.
+
+    Raises:
+        ConfigError: a text without ``=`` or without a key, or a value that is no YAML.
+    """
+    key, separator, value = (part.strip() for part in text.partition("="))
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"{option} {text}", got="no key=value", expected=expected, reason=reason, remedy=remedy)
+    return key, parse_yaml(value, f"{option} {key}")
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from miles_norm.audit.summary import counted
+from miles_norm.cli.inputs import key_and_value
 from miles_norm.cli.terminal import show_lines
 from miles_norm.cli.waiting import bar
 from miles_norm.errors import ConfigError
@@ -27,7 +28,17 @@ if TYPE_CHECKING:
     from miles_norm.session.engines.protocol import Engine
     from miles_norm.session.rollout import Agent, RolloutOptions
 
-__all__ = ["EngineChoice", "load_agent", "read_prompts", "roll_out", "run_server", "show_rollouts"]
+__all__ = [
+    "EngineChoice",
+    "aborted_rollouts",
+    "api_key",
+    "load_agent",
+    "read_prompts",
+    "request_kwargs",
+    "roll_out",
+    "run_server",
+    "show_rollouts",
+]
 
 API_KEY = "MILES_NORM_API_KEY"
 """Environment variable with the key of the session server: a key on a command line is seen by everybody."""
@@ -117,12 +128,17 @@ async def _server(address: str | None, choice: EngineChoice, api_key: str | None
         yield own
 
 
+def aborted_rollouts(rows: Sequence[Sample]) -> set[Any]:
+    """Ids of the rollouts whose agent did not come to an end."""
+    return {row.rollout_id for row in rows if row.status == "aborted" and "error" in row.metadata}
+
+
 def show_rollouts(console: Console, rows: Sequence[Sample], path: Path) -> None:
     """Say what was written."""
     fan_out: dict[Any, int] = {}
     for row in rows:
         fan_out[row.rollout_id] = fan_out.get(row.rollout_id, 0) + 1
-    aborted = len({row.rollout_id for row in rows if row.status == "aborted" and "error" in row.metadata})
+    aborted = len(aborted_rollouts(rows))
     text = f"{path}: {counted(len(rows), 'row')} of {counted(len(fan_out), 'rollout')}, "
     text += f"fan-out {min(fan_out.values())} to {max(fan_out.values())}"
     text += f"; {counted(aborted, 'rollout')} aborted, see metadata.error" if aborted else ""
@@ -201,21 +217,16 @@ def request_kwargs(texts: Sequence[str]) -> Mapping[str, Any]:
     Raises:
         ConfigError: a text without ``=``.
     """
-    from miles_norm.config import parse_yaml
-
-    given = {}
-    for text in texts:
-        key, separator, value = text.partition("=")
-        if not separator or not key.strip():
-            raise ConfigError(
-                f"--request {text}",
-                got="no key=value",
-                expected="a field of a chat completion request, an equals sign and a YAML value",
-                reason="the agent is given it for its requests",
-                remedy="write for example --request temperature=0.7",
-            )
-        given[key.strip()] = parse_yaml(value, f"--request {key}")
-    return given
+    return dict(
+        key_and_value(
+            text,
+            "--request",
+            expected="a field of a chat completion request, an equals sign and a YAML value",
+            reason="the agent is given it for its requests",
+            remedy="write for example --request temperature=0.7",
+        )
+        for text in texts
+    )
 
 
 def _wrong_engine(got: str, reason: str) -> ConfigError:

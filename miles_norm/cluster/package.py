@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from typing import Any
 
-from miles_norm.errors import MissingDependencyError
+from miles_norm.extras import import_package
 
 __all__ = ["ray_package", "remote"]
 
@@ -19,17 +18,12 @@ def ray_package() -> Any:
     Raises:
         MissingDependencyError: the package is not installed.
     """
-    try:
-        # The package need not be there when types are checked, or when this room is read.
-        return import_module("ray")
-    except ImportError as error:
-        raise MissingDependencyError(
-            "rewards on a cluster",
-            got="no package ray",
-            expected="the package ray",
-            reason="it runs tasks where the samples are",
-            remedy="pip install 'miles-norm[ray]'",
-        ) from error
+    return import_package(
+        "ray",
+        "rewards on a cluster",
+        reason="it runs tasks where the samples are",
+        remedy="pip install 'miles-norm[ray]'",
+    )
 
 
 @cache

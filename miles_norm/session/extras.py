@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from miles_norm.errors import MissingDependencyError
+from miles_norm.extras import import_package
 
 __all__ = ["import_extra"]
 
@@ -28,14 +27,9 @@ def import_extra(module: str, subject: str) -> Any:
       reason:   live sessions need packages that the core does not
       remedy:   pip install 'miles-norm[session]'
     """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingDependencyError(
-            subject,
-            got=f"no package {package}",
-            expected=f"the package {package}",
-            reason="live sessions need packages that the core does not",
-            remedy="pip install 'miles-norm[session]'",
-        ) from error
+    return import_package(
+        module,
+        subject,
+        reason="live sessions need packages that the core does not",
+        remedy="pip install 'miles-norm[session]'",
+    )

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import IO, Any, BinaryIO, cast
 
-from miles_norm.errors import DumpError, MissingDependencyError, format_rows
+from miles_norm.errors import DumpError, format_rows
+from miles_norm.extras import import_package
 
 __all__ = ["iter_rows", "open_writer"]
 
@@ -129,14 +130,9 @@ def _zstd_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise MissingDependencyError(
-            "JSON lines compressed with zstd",
-            got="no package zstandard",
-            expected="the package zstandard",
-            reason="Python's standard library has no zstd",
-            remedy="pip install 'miles-norm[zstd]', or use .jsonl or .jsonl.gz",
-        ) from error
-    return zstandard
+    return import_package(
+        "zstandard",
+        "JSON lines compressed with zstd",
+        reason="Python's standard library has no zstd",
+        remedy="pip install 'miles-norm[zstd]', or use .jsonl or .jsonl.gz",
+    )

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from miles_norm.errors import MissingDependencyError
+from miles_norm.extras import import_package
 from miles_norm.storage.parquet_columns import arrow_column, arrow_type, stored_column
 from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
 
@@ -167,17 +167,13 @@ def pyarrow_package() -> tuple[Any, Any]:
     Raises:
         MissingDependencyError: the package is not installed.
     """
-    try:
-        # The package has no annotations, and need not be there when types are checked.
-        return import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Parquet file",
-            got="no package pyarrow",
-            expected="the package pyarrow",
-            reason="it reads and writes this format",
-            remedy="pip install 'miles-norm[parquet]', or use another format",
-        ) from error
+    package = import_package(
+        "pyarrow",
+        "Parquet file",
+        reason="it reads and writes this format",
+        remedy="pip install 'miles-norm[parquet]', or use another format",
+    )
+    return package, import_module("pyarrow.parquet")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.errors import MissingDependencyError
+from miles_norm.extras import import_package
 from miles_norm.storage.table import Layout, StoredTable, read_layout, refuse
 
 __all__ = ["kept_tensor", "load_safetensors", "safetensors_from_bytes", "safetensors_to_bytes", "save_safetensors"]
@@ -152,15 +153,11 @@ def _sound(value: Tensor) -> Tensor:
 
 
 def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise MissingDependencyError(
-            "safetensors file",
-            got="no package safetensors",
-            expected="the package safetensors",
-            reason="it reads and writes this format",
-            remedy="pip install 'miles-norm[safetensors]', or use another format",
-        ) from error
-    return safetensors
+    package = import_package(
+        "safetensors",
+        "safetensors file",
+        reason="it reads and writes this format",
+        remedy="pip install 'miles-norm[safetensors]', or use another format",
+    )
+    import_module("safetensors.torch")  # which makes it an attribute of the package
+    return package

@@ -23,6 +23,7 @@ SOURCES = sorted(
 # From left to right: a room imports from itself and from those before it.
 ROOMS = (
     "errors",
+    "extras",
     "config",
     "samples",
     "train_data",
