@@ -17,10 +17,8 @@ import dataclasses
 import functools
 import gc
 import json
-import multiprocessing
 import operator
 import platform
-import resource
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from memory import in_new_process, peak_growth
 
 from miles_norm import NormalizationConfig, Sample, convert_samples_to_train_data
 from miles_norm.columns.masks import count_masks
@@ -160,27 +159,12 @@ def best(*calls: Callable[[], object], seconds: float = 4.0) -> list[float]:
     return [min(of_call) for of_call in times]
 
 
-def _peak(rows: int, response: int, kind: str, queue: "multiprocessing.Queue[float]") -> None:
+def peak_share(rows: int, response: int, kind: str) -> float:
     ours(make_samples(100, 16, kind))  # load everything that is loaded on first use
     samples = make_samples(rows, response, kind)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to what is resident now
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    data = ours(samples)
+    data, growth = peak_growth(lambda: ours(samples))
     assert len(data) == rows
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    queue.put((peak - before) / payload(rows, response))
-
-
-def peak_share(rows: int, response: int, kind: str) -> float:
-    context = multiprocessing.get_context("spawn")
-    queue: multiprocessing.Queue[float] = context.Queue()
-    process = context.Process(target=_peak, args=(rows, response, kind, queue))
-    process.start()
-    value = queue.get(timeout=300)
-    process.join()
-    return value
+    return growth / payload(rows, response)
 
 
 def profile(samples: list[Sample]) -> dict[str, float]:
@@ -257,7 +241,7 @@ def main() -> None:
         if kind != "lists":
             assert np.shares_memory(ours(samples)["tokens"].row(0), samples[0].tokens)
             if sys.platform == "linux":
-                figures[kind]["peak_share_of_payload"] = peak_share(rows, response, kind)
+                figures[kind]["peak_share_of_payload"] = in_new_process(peak_share, rows, response, kind)
                 memory = f"{figures[kind]['peak_share_of_payload']:.2%} of the payload"
         print(f"{'ours, ' + kind:<16} {own * 1e3:>8.1f} {own / rows * 1e6:>7.2f} {plain / own:>9.1f}  {memory}")
     print_profiles(figures)

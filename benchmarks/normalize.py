@@ -14,9 +14,7 @@ several runs; memory is the growth of the peak of a process of its own.
 import argparse
 import json
 import math
-import multiprocessing
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from memory import in_new_process, peak_growth
 
 from miles_norm import RolloutColumns, normalize_columns
 
@@ -153,33 +152,12 @@ def exponent(points: list[tuple[int, float]]) -> float:
     return float(np.polyfit(x, y, 1)[0])
 
 
-def _peak(rows: int, shuffled: bool, queue: "multiprocessing.Queue[float]") -> None:
+def peak_bytes_per_row(rows: int, shuffled: bool) -> float:
     normalize(make_columns(1000, shuffled))  # load everything that is loaded on first use
     columns = make_columns(rows, shuffled)
-    ballast = _resident()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to what is resident now
-    result = normalize_columns(RolloutColumns(**columns))
+    result, growth = peak_growth(lambda: normalize_columns(RolloutColumns(**columns)))
     assert len(result.advantages) == len(columns["group"])
-    queue.put((_peak_resident() - ballast) / len(columns["group"]))
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _peak_resident() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-def peak_bytes_per_row(rows: int, shuffled: bool) -> float:
-    context = multiprocessing.get_context("spawn")
-    queue: multiprocessing.Queue[float] = context.Queue()
-    process = context.Process(target=_peak, args=(rows, shuffled, queue))
-    process.start()
-    value = queue.get(timeout=300)
-    process.join()
-    return value
+    return growth / len(columns["group"])
 
 
 def main() -> None:
@@ -210,7 +188,8 @@ def main() -> None:
     if sys.platform == "linux":
         for shuffled in (False, True):
             order = "shuffled" if shuffled else "grouped"
-            memory[order] = peak_bytes_per_row(largest // 10 if not options.short else largest, shuffled)
+            size = largest // 10 if not options.short else largest
+            memory[order] = in_new_process(peak_bytes_per_row, size, shuffled)
             print(f"peak extra memory, {order}: {memory[order]:.0f} bytes a row")
     if options.json:
         figures = {"comparisons": comparisons, "growth_exponents": exponents, "growth": times}

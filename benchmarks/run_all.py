@@ -44,7 +44,7 @@ class Run:
 
 
 def names() -> list[str]:
-    own = {"run_all", "targets"}
+    own = {"memory", "run_all", "targets"}
     return sorted(path.stem for path in HERE.glob("*.py") if path.stem not in own)
 
 

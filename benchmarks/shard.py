@@ -15,7 +15,6 @@ cases. Times are the best of several runs; memory is the growth of the peak of a
 import argparse
 import heapq
 import json
-import multiprocessing
 import platform
 import sys
 from itertools import count
@@ -24,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from normalize import FAN_OUT, _peak_resident, _resident, best
+from memory import in_new_process, peak_growth
+from normalize import FAN_OUT, best
 
 from miles_norm import (
     RolloutColumns,
@@ -179,24 +179,12 @@ def shards_of_data(rows: int) -> dict[str, float]:
     }
 
 
-def _peak(rows: int, queue: "multiprocessing.Queue[float]") -> None:
+def peak_bytes_per_row(rows: int) -> float:
     ours(*make_batch(1000))  # load everything that is loaded on first use
     plan, lengths = make_batch(rows)
-    before = _resident()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to what is resident now
-    shards = ours(plan, lengths)
+    shards, growth = peak_growth(lambda: ours(plan, lengths))
     assert len(shards.row_rank) == len(lengths)
-    queue.put((_peak_resident() - before) / len(lengths))
-
-
-def peak_bytes_per_row(rows: int) -> float:
-    context = multiprocessing.get_context("spawn")
-    queue: multiprocessing.Queue[float] = context.Queue()
-    process = context.Process(target=_peak, args=(rows, queue))
-    process.start()
-    value = queue.get(timeout=300)
-    process.join()
-    return value
+    return growth / len(lengths)
 
 
 def main() -> None:
@@ -222,7 +210,7 @@ def main() -> None:
         f"shards of train data, {data['mb']:.0f} MB: {data['ms']:.0f} ms, {data['of_it_the_schedule_ms']:.0f} of it the"
     )
     print(f"  schedule; the rest is {data['times_one_copy']:.1f}x one copy of the bytes")
-    memory = peak_bytes_per_row(largest) if sys.platform == "linux" else None
+    memory = in_new_process(peak_bytes_per_row, largest) if sys.platform == "linux" else None
     if memory is not None:
         print(f"peak extra memory of a schedule: {memory:.0f} bytes a row")
     if options.json:

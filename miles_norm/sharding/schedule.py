@@ -249,11 +249,20 @@ def _check(data_parallel_size: int, balance: str) -> None:
             reason="each rank gets a shard",
             remedy="pass the number of data-parallel ranks",
         )
-    if balance not in get_args(Balance):
+    check_choice("balance", balance, get_args(Balance), "it decides which rank trains a row")
+
+
+def check_choice(name: str, given: object, choices: Sequence[str], reason: str) -> None:
+    """Refuse a setting that does not exist.
+
+    Raises:
+        ConfigError: naming the choices.
+    """
+    if given not in choices:
         raise ConfigError(
-            "balance",
-            got=repr(balance),
-            expected=" or ".join(map(repr, get_args(Balance))),
-            reason="it decides which rank trains a row",
+            name,
+            got=repr(given),
+            expected=" or ".join(map(repr, choices)),
+            reason=reason,
             remedy="choose one of them",
         )

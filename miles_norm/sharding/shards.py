@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from miles_norm.columns.ids import encode_ids
-from miles_norm.errors import ConfigError, SampleError
+from miles_norm.errors import SampleError
 from miles_norm.loss import UpdatePlan
-from miles_norm.sharding.schedule import Balance, KeepTogether, ShardPlan, plan_shards
+from miles_norm.sharding.schedule import Balance, KeepTogether, ShardPlan, check_choice, plan_shards
 from miles_norm.train_data import TrainData
 
 __all__ = ["Shard", "rows_are_free", "split_by_data_parallel"]
@@ -77,14 +77,7 @@ def rows_are_free(keep_together: str) -> bool:
     Raises:
         ConfigError: no such setting.
     """
-    if keep_together not in get_args(KeepTogether):
-        raise ConfigError(
-            "keep_together",
-            got=repr(keep_together),
-            expected=" or ".join(map(repr, get_args(KeepTogether))),
-            reason="it decides which rows stay on one rank",
-            remedy="choose one of them",
-        )
+    check_choice("keep_together", keep_together, get_args(KeepTogether), "it decides which rows stay on one rank")
     return keep_together == "rows"
 
 

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from miles_norm import RolloutDump, read_dump
 
 DATA = Path(__file__).parent / "data"
@@ -29,3 +31,16 @@ POLICY = {"miles_pr2369": "mainstream", "miles_head": "shared"}
 @functools.cache
 def dump_of(name: str) -> RolloutDump:
     return read_dump((EXAMPLES if name == "miles_session_v2.pt" else DATA) / name)
+
+
+def miles_results() -> list[Any]:
+    """One pytest parameter per dump, version of Miles and variant of the settings, with what it returned there."""
+    return sorted(
+        (
+            pytest.param(name, version, variant, upstream, id=f"{name}-{version}-{variant}")
+            for name, versions in GOLDEN.items()
+            for version in POLICY.keys() & versions.keys()
+            for variant, upstream in versions[version]["post_process_rewards"].items()
+        ),
+        key=lambda param: str(param.id),
+    )

@@ -6,27 +6,17 @@ forms groups by counting rows, so it agrees where every rollout has one row, and
 
 import math
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from golden_dumps import GOLDEN, LAYOUT, POLICY, VARIANTS, dump_of
+from golden_dumps import GOLDEN, LAYOUT, POLICY, VARIANTS, dump_of, miles_results
 
 from miles_norm import NormalizationConfig, normalize_rewards
 from miles_norm.errors import DisagreeingRewardsError
 
 
-def miles_results() -> Iterator[Any]:
-    for name, versions in GOLDEN.items():
-        for version in POLICY.keys() & versions.keys():
-            for variant, upstream in versions[version]["post_process_rewards"].items():
-                yield pytest.param(name, version, variant, upstream, id=f"{name}-{version}-{variant}")
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "variant", "upstream"), sorted(miles_results(), key=lambda param: str(param.id))
-)
+@pytest.mark.parametrize(("name", "version", "variant", "upstream"), miles_results())
 def test_miles(name: str, version: str, variant: str, upstream: dict[str, Any]) -> None:
     dump = dump_of(name)
     config = NormalizationConfig(**VARIANTS[variant], **LAYOUT, rollout_reward=POLICY[version])

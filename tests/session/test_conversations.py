@@ -1,7 +1,6 @@
 """Sessions that Miles' server v2 recorded, sent to this one over HTTP side by side: the rows to expect."""
 
 import asyncio
-import json
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conversations import assistant
+from recorded_sessions import SESSIONS, completion_of
 from scripted import CHAT, Api, ScriptedEngine, served
 
 from miles_norm import NormalizationConfig, Sample, normalize_rewards, read_dump
@@ -18,18 +18,6 @@ from miles_norm.session.engines.protocol import GenerationRequest
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
-SESSIONS = json.loads((ROOT / "tests/fast/data/session_conversations.json").read_text(encoding="utf-8"))
-
-
-def completion_of(request: dict[str, Any]) -> Completion:
-    return Completion(
-        message=assistant(request["completion_text"]),
-        token_ids=np.array(request["completion_token_ids"]),
-        log_probs=np.array(request["completion_log_probs"]),
-        finish_reason=request["finish_reason"],
-        weight_version="default",
-        response_id=str(request["request"]),
-    )
 
 
 async def replayed(api: Api, scripts: dict[str | None, deque[Completion]], session: dict[str, Any]) -> list[Sample]:

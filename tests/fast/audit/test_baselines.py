@@ -3,39 +3,20 @@
 verl's rule is compared with verl itself, in ``tests/integration/test_verl_baseline.py``.
 """
 
-import functools
-import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from command_line import DATA, EXAMPLE
+from golden_dumps import AGENT_LIGHTNING, GOLDEN, LAYOUT, VARIANTS, dump_of, miles_results
 
-from miles_norm import NormalizationConfig, RolloutColumns, RolloutDump, normalize_columns, normalize_rewards, read_dump
+from miles_norm import NormalizationConfig, RolloutColumns, normalize_columns, normalize_rewards
 from miles_norm.audit.baselines import BASELINES, baseline_advantages
 from miles_norm.config import EstimatorOptions
 from miles_norm.errors import ConfigError, DisagreeingRewardsError, MissingRewardError
 from miles_norm.result import NormalizedRewards
 
-GOLDEN = json.loads((DATA / "golden.json").read_text(encoding="utf-8"))["files"]
-AGENT_LIGHTNING = json.loads((DATA / "agl_golden.json").read_text(encoding="utf-8"))
-LAYOUT: dict[str, Any] = {"n_samples_per_prompt": 4, "rollout_batch_size": 6}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "grpo_std_on": {"advantage_estimator": "grpo"},
-    "grpo_std_off": {"advantage_estimator": "grpo", "grpo_std_normalization": False},
-    "gspo_std_on": {"advantage_estimator": "gspo"},
-    "gspo_std_off": {"advantage_estimator": "gspo", "grpo_std_normalization": False},
-    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
-    "grpo_no_normalization": {"advantage_estimator": "grpo", "rewards_normalization": False},
-}
 MILES = {"miles_pr2369": "miles-2369", "miles_head": "miles-2498"}
-
-
-@functools.cache
-def dump_of(name: str) -> RolloutDump:
-    return read_dump(EXAMPLE if name == EXAMPLE.name else DATA / name)
 
 
 def check(found: torch.Tensor, golden: list[float]) -> None:
@@ -44,16 +25,7 @@ def check(found: torch.Tensor, golden: list[float]) -> None:
     assert found.tolist() == pytest.approx(golden, rel=1e-6, abs=1e-7)
 
 
-def miles_results() -> Iterator[Any]:
-    for name, versions in GOLDEN.items():
-        for version in MILES.keys() & versions.keys():
-            for variant, upstream in versions[version]["post_process_rewards"].items():
-                yield pytest.param(name, version, variant, upstream, id=f"{name}-{version}-{variant}")
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "variant", "upstream"), sorted(miles_results(), key=lambda param: str(param.id))
-)
+@pytest.mark.parametrize(("name", "version", "variant", "upstream"), miles_results())
 def test_miles(name: str, version: str, variant: str, upstream: dict[str, Any]) -> None:
     dump = dump_of(name)
     config = NormalizationConfig(**VARIANTS[variant], **LAYOUT)

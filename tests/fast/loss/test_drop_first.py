@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from update_batches import GROUPS, REWARDS, ROLLOUTS, batch, plan
 from weight_oracle import Rows, loss_configs, row_batches, weight_oracle
 
 from miles_norm import (
@@ -12,29 +13,13 @@ from miles_norm import (
     LossConfig,
     NormalizationConfig,
     RolloutColumns,
-    UpdateConfig,
     filter_rollouts,
     loss_weights,
     normalize_columns,
-    plan_updates,
 )
 from miles_norm.errors import SampleError
-from miles_norm.loss import UpdatePlan, update_masses
+from miles_norm.loss import update_masses
 from miles_norm.result import NormalizedRewards
-
-# Five rollouts on eight rows; rows of rollout 0 are not adjacent. Group 0 has rollouts 0 and 1, group 1 the others.
-ROLLOUTS = [0, 1, 1, 0, 2, 3, 4, 4]
-GROUPS = [0, 0, 0, 0, 1, 1, 1, 1]
-REWARDS = [1.0, 0.0, 0.0, 1.0, 0.0, 3.0, 0.0, 0.0]
-
-
-def batch(config: NormalizationConfig | None = None, **columns: Any) -> NormalizedRewards:
-    given = {"group": GROUPS, "rollout": ROLLOUTS, "reward": REWARDS, "trainable_tokens": [10] * 8}
-    return normalize_columns(RolloutColumns(**(given | columns)), config or NormalizationConfig())
-
-
-def plan(result: NormalizedRewards | None = None, **settings: Any) -> UpdatePlan:
-    return plan_updates(result or batch(), UpdateConfig(**settings))
 
 
 def test_drop_first_gives_the_advantages_of_the_rows_that_are_left() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conversations import STOP, Chat, assistant
+from recorded_sessions import SESSIONS, completion_of
 
 from miles_norm import NormalizationConfig, Sample, normalize_rewards, read_dump
 from miles_norm.session.assembly import assemble, session_metadata
@@ -22,7 +23,6 @@ from miles_norm.session.prompt import next_prompt
 from miles_norm.session.tree import TrajectoryForest
 
 FAST = Path(__file__).parents[1]
-SESSIONS = json.loads((FAST / "data/session_conversations.json").read_text(encoding="utf-8"))
 TREES = json.loads((FAST / "data/session_trees.json").read_text(encoding="utf-8"))
 CHAT = Chat()
 LINE_FEED = CHAT.encode("\n")[0]
@@ -40,16 +40,8 @@ def forest_of(number: int) -> TrajectoryForest:
     for request in SESSIONS[number]["requests"]:
         attachment = forest.attach(request["messages"])
         assert attachment.parent == seqs.get(request["parent"])
-        completion = Completion(
-            message=assistant(request["completion_text"]),
-            token_ids=np.array(request["completion_token_ids"]),
-            log_probs=np.array(request["completion_log_probs"]),
-            finish_reason=request["finish_reason"],
-            weight_version="default",
-            response_id=str(request["request"]),
-        )
         prompt = next_prompt(forest, attachment, CHAT)
-        seqs[request["request"]] = forest.commit(attachment, prompt.token_ids, completion).seq
+        seqs[request["request"]] = forest.commit(attachment, prompt.token_ids, completion_of(request)).seq
     return forest
 
 
