@@ -23,9 +23,17 @@ OUT := out
 CONFIG := configs/grpo.yaml
 
 FRAMEWORKS := verl trl
-# What the tests import; where that fails they would be skipped, so that the installation has to fail.
+ENVIRONMENTS := $(FRAMEWORKS) sglang
+# What each has beside its requirements, and what its tests import: where that fails they would be skipped, so that the
+# installation has to fail.
+INSTALLED_verl = -e . $(VERL_VERSION:%=verl==%)
+INSTALLED_trl := -e .
+INSTALLED_sglang := -r requirements/smg.txt ./tools/sglang_cpu
 IMPORTED_verl := verl.trainer.ppo.ray_trainer
 IMPORTED_trl := trl.trainer.grpo_trainer
+IMPORTED_sglang := sglang_cpu, sglang
+SGLANG := $(FRAMEWORK_VENV)sglang
+SGLANG_PYTHON := $(abspath $(SGLANG))/bin/python
 
 # An editable install points at one folder: in a copied or moved checkout it is made again.
 ORIGIN := $(CURDIR)
@@ -120,27 +128,17 @@ test-browser: $(VENV)/.browser ## the report of an audit in a real Chromium, whi
 test-distributed: $(VENV)/.dev ## gradients over two real processes
 	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
 
-$(FRAMEWORKS:%=$(FRAMEWORK_VENV)%/.ready): $(FRAMEWORK_VENV)%/.ready: pyproject.toml constraints.txt requirements/%.txt \
+$(ENVIRONMENTS:%=$(FRAMEWORK_VENV)%/.ready): $(FRAMEWORK_VENV)%/.ready: pyproject.toml constraints.txt requirements/%.txt \
 		$$(call stale,$(FRAMEWORK_VENV)$$*)
 	$(call create-venv,$(@D))
 	@echo "[3/3] $* and what it imports"
 	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/$*.txt
-	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e . $(if $(filter verl,$*),$(VERL_VERSION:%=verl==%))
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(INSTALLED_$*)
 	@$(@D)/bin/python -W ignore -c 'import $(IMPORTED_$*)'
 	@echo '$(ORIGIN)' > $(@D)/.origin
 	@touch $@
 
-SGLANG := $(FRAMEWORK_VENV)sglang
-SGLANG_PYTHON := $(abspath $(SGLANG))/bin/python
-
-$(SGLANG)/.ready: pyproject.toml constraints.txt requirements/sglang.txt requirements/smg.txt $(call stale,$(SGLANG))
-	$(call create-venv,$(@D))
-	@echo "[3/3] SGLang, routers, and what a machine without a GPU lacks"
-	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
-		-r requirements/sglang.txt -r requirements/smg.txt ./tools/sglang_cpu
-	@$(@D)/bin/python -W ignore -c 'import sglang_cpu, sglang'
-	@echo '$(ORIGIN)' > $(@D)/.origin
-	@touch $@
+$(SGLANG)/.ready: requirements/smg.txt tools/sglang_cpu/pyproject.toml
 
 sglang-cpu: $(SGLANG)/.ready ## a tiny model on a real SGLang server, on port 30000 of this machine
 	@[ -e $(OUT)/tiny/config.json ] || $(SGLANG_PYTHON) -m sglang_cpu.tiny_model $(OUT)/tiny
