@@ -212,11 +212,14 @@ def entries_of(values: Any) -> list[Any] | None:
     """The entries of a list, a tuple, or whatever else has a length and an order; None if it has not.
 
     Those of a one-dimensional tensor or array are Python's numbers, those of one with more dimensions its rows. A text,
-    a dict and a generator have none: there would be letters or keys, or nothing left the second time.
+    a dict and a generator have none: there would be letters or keys, or nothing left the second time. Nor have nested
+    tensors, which have no common shape, and those on ``meta``, which have no values.
 
     >>> entries_of((1, 2)), entries_of({1: 2}), entries_of("12"), entries_of(5)
     ([1, 2], None, None, None)
     """
+    if isinstance(values, Tensor) and (values.is_nested or values.is_meta):
+        return None
     if isinstance(values, Tensor | np.ndarray):
         return None if values.ndim == 0 else values.tolist() if values.ndim == 1 else list(values)
     kind = type(values)

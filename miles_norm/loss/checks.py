@@ -17,6 +17,7 @@ from miles_norm.errors import SampleError, format_rows, shown
 
 __all__ = [
     "FLOATS",
+    "NUMBERS",
     "WHOLE",
     "check_type",
     "checked_index",
@@ -36,6 +37,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """What indices may be; torch would take a bool, and a uint8 too, for a mask."""
+
+NUMBERS = (*WHOLE, *FLOATS)
+"""What torch can calculate with; the wider unsigned integers only fill memory."""
 
 _LARGEST = torch.finfo(torch.float32).max
 

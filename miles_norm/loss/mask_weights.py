@@ -62,6 +62,8 @@ def mask_loss_weights(
 def _tokens(masks: Any) -> Tensor:
     if isinstance(masks, np.ndarray) and masks.dtype.kind in "biuf":
         masks = shared_tensor(masks)
+    if isinstance(masks, Tensor) and (masks.is_nested or masks.is_meta):
+        raise _bad_masks(described(masks), [])
     if isinstance(masks, Tensor) and masks.ndim and len(masks):
         return _tokens_of_tensor(masks)
     entries = entries_of(masks)

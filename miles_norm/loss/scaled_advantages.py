@@ -10,7 +10,7 @@ from torch import Tensor
 
 from miles_norm.broadcast import rows_to_tokens
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.loss.checks import described, is_dense
+from miles_norm.loss.checks import NUMBERS, described, is_dense
 
 __all__ = ["scale_advantages"]
 
@@ -45,7 +45,7 @@ def scale_advantages(advantages: Tensor, mask: Tensor | Sequence[Any], weights: 
     [[0.25, 0.25], [-0.5, 0.0]]
     """
     pair = (advantages, weights)
-    columns = all(is_dense(tensor) and tensor.ndim == 1 and tensor.dtype != torch.bool for tensor in pair)
+    columns = all(is_dense(tensor) and tensor.ndim == 1 and tensor.dtype in NUMBERS for tensor in pair)
     if not columns or len(weights) != len(advantages):
         raise _wrong_pair("weights", f"{described(weights)}, with advantages {described(advantages)}")
     weights = weights.to(advantages.device)

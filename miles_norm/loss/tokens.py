@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows, shown
-from miles_norm.loss.checks import FLOATS, WHOLE, checked_index, is_dense, is_whole, on_cpu, whole_tensor, wrong_tensor
+from miles_norm.loss.checks import (
+    FLOATS,
+    NUMBERS,
+    checked_index,
+    is_dense,
+    is_whole,
+    on_cpu,
+    whole_tensor,
+    wrong_tensor,
+)
 
 __all__ = [
     "check_tokens",
@@ -28,7 +37,7 @@ LIMIT = 20.0
 _PER_ROW = ("advantages", "weights", "log_ratio")
 """Tensors that may also be ``[N, 1]``, one value for a row of padded tokens."""
 
-_DTYPES = {"mask": (torch.bool, *WHOLE, *FLOATS), "advantages": (*WHOLE, *FLOATS), "weights": (*WHOLE, *FLOATS)}
+_DTYPES = {"mask": (torch.bool, *NUMBERS), "advantages": NUMBERS, "weights": NUMBERS}
 """What else than floating-point numbers a tensor may hold."""
 
 

@@ -199,7 +199,7 @@ def _check_plan(plan: UpdatePlan, result: NormalizedRewards) -> None:
         return
     index, rows = theirs.index, result.index.num_rows
     same = index.num_rows == rows and torch.equal(index.row_rollout, result.index.row_rollout)
-    if not same or not torch.equal(index.row_group, result.index.row_group):
+    if not same or not torch.equal(index.row_group, result.index.row_group) or not _same_adapters(theirs, result):
         raise _wrong_plan(
             f"a plan for {index.num_rows} rows, {index.num_rollouts} rollouts and {index.num_groups} groups, not these",
             f"one for the {rows} rows of the result, which are {result.index.num_rollouts} rollouts in "
@@ -213,6 +213,13 @@ def _check_plan(plan: UpdatePlan, result: NormalizedRewards) -> None:
             "the result that the plan was made for, plan.result",
             other,
         )
+
+
+def _same_adapters(one: NormalizedRewards, other: NormalizedRewards) -> bool:
+    a, b = one.columns.adapter, other.columns.adapter
+    if a is None or b is None:
+        return a is b
+    return a.labels == b.labels and torch.equal(a.codes, b.codes)
 
 
 def _counted_or_all(result: NormalizedRewards) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from miles_norm.columns.ids import entries_of
 from miles_norm.grouping import RolloutIndex
-from miles_norm.loss.checks import check_type, checked_index, is_dense, is_whole, out_of_range, wrong_tensor
+from miles_norm.loss.checks import NUMBERS, check_type, checked_index, is_dense, is_whole, out_of_range, wrong_tensor
 from miles_norm.result import NormalizedRewards
 
 __all__ = ["Sequences", "checked_sequences", "rollout_sequences", "row_sequences"]
@@ -119,9 +119,11 @@ def checked_sequences(sequences: Sequences, tokens: Tensor) -> Sequences:
     """The sequences on the device of the tokens, the index int64."""
     check_type("sequences", sequences, Sequences, "pass what row_sequences or rollout_sequences returns")
     counts, log_ratio = sequences.tokens, sequences.log_ratio
-    if not is_dense(counts) or counts.ndim != 1:
+    if not is_dense(counts) or counts.ndim != 1 or counts.dtype not in NUMBERS:
         raise wrong_tensor("tokens of sequences", counts, "the trainable tokens of each sequence, [S]")
-    if log_ratio is not None and (not is_dense(log_ratio) or log_ratio.shape != counts.shape):
+    if log_ratio is not None and (
+        not is_dense(log_ratio) or log_ratio.shape != counts.shape or log_ratio.dtype not in NUMBERS
+    ):
         raise wrong_tensor("log_ratio", log_ratio, f"one for each of the {len(counts)} sequences")
     expected = f"the sequence of each row or packed token of {list(tokens.shape)}"
     index = checked_index("sequence index", sequences.index, len(counts), expected)

@@ -15,6 +15,7 @@ from miles_norm.loss import (
     clipped_loss,
     gspo_loss,
     kl_loss,
+    mask_loss_weights,
     reduce_token_losses,
     row_sequences,
     scale_advantages,
@@ -139,3 +140,21 @@ def test_sequences_with_more_tokens_here_than_in_all_are_named() -> None:
     sequences = Sequences(torch.tensor([0, 1]), torch.tensor([1, 3]))
     with pytest.raises(SampleError, match=r"tokens of sequence 0\n.*1 in all, 3 of them here"):
         sequence_log_ratio(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3), sequences)
+
+
+def test_wide_unsigned_numbers_are_refused_wherever_they_would_be_calculated_with() -> None:
+    two, ones = torch.tensor([1, 1], dtype=torch.uint16), torch.ones(2, 3)
+    index, tokens = torch.tensor([0, 1]), torch.tensor([3, 3])
+    for call in (
+        lambda: scale_advantages(two, ones, torch.ones(2)),
+        lambda: scale_advantages(torch.ones(2), ones, two),
+        lambda: sequence_log_ratio(-ones, -ones, ones, Sequences(index, two)),
+        lambda: gspo_loss(-ones, -ones, ones, ones, Sequences(index, tokens, two)),
+    ):
+        with pytest.raises(SampleError, match=r"torch\.uint16"):
+            call()
+
+
+def test_masks_without_values_are_refused() -> None:
+    with pytest.raises(SampleError, match=r"loss masks\n.*on meta"):
+        mask_loss_weights(torch.ones(2, 3, device="meta"), [0, 1])

@@ -143,3 +143,16 @@ def test_a_plan_of_other_groups_is_refused() -> None:
 
     with pytest.raises(SampleError, match=r"1 groups, not these\n.*in 2 groups"):
         loss_weights(of([0, 0, 1]), plan=plan_updates(of([0, 0, 0])))
+
+
+def test_a_plan_of_other_adapters_is_refused() -> None:
+    def of(adapter: list[str] | None) -> NormalizedRewards:
+        # With adapters the group is theirs, so that each rollout is a group of its own in both.
+        return normalize_columns(
+            RolloutColumns(group=[0, 1], rollout=[0, 1], reward=[1.0] * 2, trainable_tokens=[1] * 2, adapter=adapter)
+        )
+
+    for other in (["a", "b"], ["b", "a"], None):
+        with pytest.raises(SampleError, match="update plan"):
+            loss_weights(of(["a", "a"]), plan=plan_updates(of(other)))
+    assert loss_weights(of(["a", "b"]), plan=plan_updates(of(["a", "b"]))).tolist() == [1.0, 1.0]
