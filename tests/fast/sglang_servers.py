@@ -31,7 +31,7 @@ PYTHON = os.environ.get("SGLANG_PYTHON")
 """Interpreter of the environment in which SGLang and routers are installed."""
 ARCHITECTURE = os.environ.get("SGLANG_ARCHITECTURE", "qwen2")
 START_SECONDS = 600
-"""What a server may take to start: half a minute on a quiet machine, of which nearly all is importing."""
+"""What a server may take to start: twenty seconds on a quiet machine, of which nearly all is importing."""
 
 
 @dataclass(frozen=True)
