@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -29,7 +31,7 @@ PYTHON = os.environ.get("SGLANG_PYTHON")
 """Interpreter of the environment in which SGLang and routers are installed."""
 ARCHITECTURE = os.environ.get("SGLANG_ARCHITECTURE", "qwen2")
 START_SECONDS = 600
-"""What a server may take to start: half a minute on a quiet machine, of which nearly all is importing."""
+"""What a server may take to start: twenty seconds on a quiet machine, of which nearly all is importing."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Server:
         """Start, on the same port as before, and return at once."""
         command = [str(part) for part in self._command(self.port)]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=end_with_parent
+            )
 
     def wait(self) -> None:
         """Wait until it serves."""
@@ -111,6 +115,12 @@ def running(server: Server) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+def end_with_parent() -> None:
+    """In a child: be killed when the tests are, however they end."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def free_port() -> int:

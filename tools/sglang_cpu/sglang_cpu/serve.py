@@ -9,6 +9,7 @@ Options that this launcher does not know are handed to ``sglang.launch_server``.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import socket
@@ -78,9 +79,12 @@ def _run(command: str, model: Path, port: int, options: Sequence[str], log: Path
     log.unlink(missing_ok=True)  # What is left of an earlier server may still write to the old one.
     with log.open("wb") as output:
         process = subprocess.Popen(
-            launch_command(model, port, options), env=_environment(), stdout=output, stderr=output
+            launch_command(model, port, options),
+            env=_environment(),
+            stdout=output,
+            stderr=output,
+            preexec_fn=_end_with_parent,
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Runs what is below.
     try:
         wait_until_ready(url, process, timeout_s)
         print(f"serving on {url} after {time.monotonic() - began:.0f} s", flush=True)
@@ -91,6 +95,12 @@ def _run(command: str, model: Path, port: int, options: Sequence[str], log: Path
     finally:
         process.kill()  # Its children end with it; told to end, it would take 5 seconds for the same.
         process.wait()
+
+
+def _end_with_parent() -> None:
+    """In a child: be killed when the launcher is, however it ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _tail(path: Path, lines: int = 30) -> str:
