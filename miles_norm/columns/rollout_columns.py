@@ -128,16 +128,31 @@ class RolloutColumns:
         target = torch.device(device)
         if self.reward.device == target:
             return self
-        moved = object.__new__(RolloutColumns)
-        for name in self.__slots__:
-            value = getattr(self, name)
+        moved = self._state()
+        for name, value in moved.items():
             if isinstance(value, dict):
-                value = {key: column.to(target) for key, column in value.items()}
-            setattr(moved, name, value.to(target) if isinstance(value, Tensor | IdColumn) else value)
-        return moved
+                moved[name] = {key: column.to(target) for key, column in value.items()}
+            elif isinstance(value, Tensor | IdColumn):
+                moved[name] = value.to(target)
+        return self._of(moved)
+
+    def with_padding(self, padding: Tensor) -> RolloutColumns:
+        """The same columns with other rows as padding: bool ``[N]`` on their device."""
+        return self._of(self._state() | {"padding": padding})
+
+    def _state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def _of(cls, state: Mapping[str, Any]) -> RolloutColumns:
+        """Columns of attributes that have been checked already."""
+        columns = object.__new__(cls)
+        for name, value in state.items():
+            setattr(columns, name, value)
+        return columns
 
     def __getstate__(self) -> dict[str, Any]:
-        return packed_columns({name: getattr(self, name) for name in self.__slots__})
+        return packed_columns(self._state())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in unpacked_columns(state).items():
@@ -150,10 +165,7 @@ class RolloutColumns:
         >>> columns.select(torch.tensor([1])).rollout.label(0)
         'b'
         """
-        chosen = object.__new__(RolloutColumns)
-        for name, value in selected_columns({n: getattr(self, n) for n in self.__slots__}, rows).items():
-            setattr(chosen, name, value)
-        return chosen
+        return self._of(selected_columns(self._state(), rows))
 
     @classmethod
     def concat(cls, parts: Sequence[RolloutColumns]) -> RolloutColumns:
@@ -170,10 +182,7 @@ class RolloutColumns:
         >>> RolloutColumns.concat(parts).rollout.codes.tolist()
         [0, 1]
         """
-        joined = object.__new__(cls)
-        for name, value in joined_columns([{n: getattr(p, n) for n in cls.__slots__} for p in parts]).items():
-            setattr(joined, name, value)
-        return joined
+        return cls._of(joined_columns([part._state() for part in parts]))
 
 
 def _reward_column(values: Any) -> Tensor:

@@ -7,7 +7,6 @@ import random
 import torch
 from torch import Tensor
 
-from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import UpdateConfig
 from miles_norm.counting import Exclusion
 from miles_norm.errors import ConfigError, shown
@@ -146,18 +145,10 @@ def _normalized_without(result: NormalizedRewards, gone: list[int]) -> Normalize
     columns = result.columns
     padding = torch.zeros_like(columns.reward, dtype=torch.bool) if columns.padding is None else columns.padding.clone()
     padding[gone] = True
-    left = normalize_grouped(_with_padding(columns, padding), result.index, result.config)
+    left = normalize_grouped(columns.with_padding(padding), result.index, result.config)
     if result.exclusion is None:
         return left
     # What a filter took out is in no update, so it stays out; the first reason that applied stays the reason.
     if left.exclusion is None:
         return left.with_exclusion(result.exclusion)
     return left.with_exclusion(torch.where(result.exclusion == Exclusion.COUNTED, left.exclusion, result.exclusion))
-
-
-def _with_padding(columns: RolloutColumns, padding: Tensor) -> RolloutColumns:
-    changed = object.__new__(RolloutColumns)
-    for name in RolloutColumns.__slots__:
-        setattr(changed, name, getattr(columns, name))
-    changed.padding = padding
-    return changed
