@@ -2,9 +2,11 @@
 #   make PYTHON=python3.12       another interpreter
 #   make VENV=/tmp/venv          another place for the virtual environment
 #   make PYTEST_ARGS='-k grpo'   more arguments for pytest
-# Each suite against a training framework has a virtual environment of its own, .venv-verl and .venv-trl.
+# Each training framework, and SGLang, has a virtual environment of its own: .venv-verl, .venv-trl, .venv-sglang.
 #   make test-verl VERL_VERSION=0.8.0   another verl, in .venv-0.8.0-verl
 #   make FRAMEWORK_VENV=/tmp/venv-      another place and beginning of their names
+#   make demo ENGINE=sglang             the whole job on a real SGLang server without a GPU, from .venv-sglang
+#   make sglang-cpu MODEL=folder PORT=30001 ARGS='--tool-call-parser qwen'   such a server alone, on a model of yours
 # pip's own variables are obeyed: PIP_EXTRA_INDEX_URL, for one, can name an index that has a smaller, CPU-only torch.
 
 PYTHON ?= python3
@@ -21,6 +23,10 @@ AGENT := examples/session_v2_agentic
 ROLLOUT := --agent $(AGENT)/agent.py:open_boxes --prompts $(AGENT)/prompts.jsonl --n-samples-per-prompt 4
 OUT := out
 CONFIG := configs/grpo.yaml
+ENGINE ?= embedded
+MODEL ?= $(OUT)/tiny
+PORT ?= 30000
+ARGS ?=
 
 FRAMEWORKS := verl trl
 ENVIRONMENTS := $(FRAMEWORKS) sglang
@@ -28,10 +34,10 @@ ENVIRONMENTS := $(FRAMEWORKS) sglang
 # installation has to fail.
 INSTALLED_verl = -e . $(VERL_VERSION:%=verl==%)
 INSTALLED_trl := -e .
-INSTALLED_sglang := -r requirements/smg.txt ./tools/sglang_cpu
+INSTALLED_sglang := -r requirements/smg.txt -e tools/sglang_cpu -e .
 IMPORTED_verl := verl.trainer.ppo.ray_trainer
 IMPORTED_trl := trl.trainer.grpo_trainer
-IMPORTED_sglang := sglang_cpu, sglang
+IMPORTED_sglang := sglang_cpu, sglang, miles_norm.session.engines.hugging_face
 SGLANG := $(FRAMEWORK_VENV)sglang
 SGLANG_PYTHON := $(abspath $(SGLANG))/bin/python
 
@@ -64,7 +70,7 @@ endef
 
 .DELETE_ON_ERROR:
 .SECONDEXPANSION:
-.PHONY: help install demo demo-dump test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
+.PHONY: help install demo demo-job demo-embedded demo-sglang demo-dump test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -89,16 +95,27 @@ define show
 @echo; echo '$$ $(1)'; PATH="$(abspath $(BIN)):$$PATH" $(1)
 endef
 
-demo: $(VENV)/.demo ## the whole job: serve a policy, roll out an agent, normalize, convert, explain a row
+demo: demo-$(ENGINE) ## the whole job: serve a policy, roll out an agent, normalize, convert, explain a row
+	@echo; echo 'Next, an agent of your own against a server of its own:'
+	@echo '  $(BIN)/miles-norm serve --set port=8811'
+	@echo '  $(BIN)/miles-norm rollout --server http://127.0.0.1:8811 --agent my_agent.py:solve --prompts prompts.jsonl -o rollout.jsonl'
+
+demo-embedded: $(VENV)/.demo
 	$(call show,python $(AGENT)/warm_start.py $(OUT)/policy.safetensors)
-	$(call show,miles-norm rollout $(ROLLOUT) --model $(OUT)/policy.safetensors -o $(OUT)/rollout.jsonl --force)
+	@$(MAKE) --no-print-directory demo-job POLICY='--model $(OUT)/policy.safetensors'
+
+demo-sglang: $(VENV)/.demo $(SGLANG)/.ready
+	@$(SGLANG_PYTHON) -m sglang_cpu.tiny_model $(OUT)/boxes
+	@$(SGLANG_PYTHON) $(AGENT)/warm_start_sglang.py $(OUT)/boxes
+	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(OUT)/boxes --port 0 --log $(OUT)/sglang.log --run '$(MAKE) --no-print-directory demo-job \
+		POLICY="--engine sglang --engine-url $$SGLANG_URL --model $(OUT)/boxes"'
+
+demo-job:
+	$(call show,miles-norm rollout $(ROLLOUT) $(POLICY) -o $(OUT)/rollout.jsonl --force)
 	$(call show,miles-norm normalize $(OUT)/rollout.jsonl --config $(CONFIG))
 	$(call show,miles-norm convert $(OUT)/rollout.jsonl $(OUT)/train.safetensors --config $(CONFIG) --force)
 	$(call show,miles-norm explain $(OUT)/rollout.jsonl --row 0 --config $(CONFIG))
 	$(call show,miles-norm audit $(OUT)/rollout.jsonl --config $(CONFIG) -o $(OUT)/report.html --force)
-	@echo; echo 'Next, an agent of your own against a server of its own:'
-	@echo '  $(BIN)/miles-norm serve --set port=8811'
-	@echo '  $(BIN)/miles-norm rollout --server http://127.0.0.1:8811 --agent my_agent.py:solve --prompts prompts.jsonl -o rollout.jsonl'
 
 demo-dump: $(VENV)/.demo ## normalize a recorded rollout dump, then explain one of its rows
 	@echo; echo '$$ miles-norm normalize $(DUMP) --config $(CONFIG)'
@@ -140,9 +157,11 @@ $(ENVIRONMENTS:%=$(FRAMEWORK_VENV)%/.ready): $(FRAMEWORK_VENV)%/.ready: pyprojec
 
 $(SGLANG)/.ready: requirements/smg.txt tools/sglang_cpu/pyproject.toml
 
-sglang-cpu: $(SGLANG)/.ready ## a tiny model on a real SGLang server, on port 30000 of this machine
-	@[ -e $(OUT)/tiny/config.json ] || $(SGLANG_PYTHON) -m sglang_cpu.tiny_model $(OUT)/tiny
-	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(OUT)/tiny --port 30000
+$(OUT)/tiny/config.json: $(SGLANG)/.ready
+	@$(SGLANG_PYTHON) -m sglang_cpu.tiny_model $(@D)
+
+sglang-cpu: $(SGLANG)/.ready $(if $(filter $(OUT)/tiny,$(MODEL)),$(OUT)/tiny/config.json) ## an SGLang server without a GPU, on a tiny model
+	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(MODEL) --port $(PORT) $(ARGS)
 
 test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## a real SGLang server, routers before two, one killed
 	@SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
