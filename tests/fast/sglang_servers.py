@@ -157,6 +157,13 @@ async def running_requests(server: Server) -> int:
         return sum(load["num_running_reqs"] for load in (await answer.json())["loads"])
 
 
+async def known_workers(smg: Server) -> int:
+    """Workers that smg sends requests to: it is ready with the first of them, and takes in one after another."""
+    async with aiohttp.ClientSession() as http, http.get(f"{smg.url}/workers") as answer:
+        total: int = (await answer.json())["total"]
+        return total
+
+
 async def begun_session(api: Api, question: str, **settings: Any) -> tuple[str, list[Any]]:
     """A session with one turn, and its messages; a reply that is cut off cannot be continued, and is left behind."""
     while True:

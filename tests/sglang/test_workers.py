@@ -14,6 +14,7 @@ from sglang_servers import (
     Server,
     Transformers,
     begun_session,
+    known_workers,
     router,
     running,
     running_requests,
@@ -64,8 +65,13 @@ async def test_sessions_stick_to_a_worker_and_outlive_it(
     options = ("--policy", "manual", "--assignment-mode", "min_group")
     with running(router("smg", workers, tmp_path / "smg.log", *options)) as smg:
         urls = [worker.url for worker in workers]
+
+        async def known_all() -> bool:
+            return await known_workers(smg) == len(workers)
+
         engine = SGLangEngine(smg.url, HuggingFaceRenderer(models.first), workers=urls)
         async with served(engine) as api:
+            await until(known_all)
             await engine.update_weights(models.first, "both")
             sessions = [await api.create() for _ in range(6)]
             acknowledged, at_home = {}, {}
