@@ -31,6 +31,7 @@ def report(results: Results) -> str:
             )
         ),
         "## True gradient: where the interval of the bias holds 0", gradient_verdicts(results),
+        "## True gradient: a random denominator", random_denominator(results),
         *(
             part
             for shape in SHAPES
@@ -106,6 +107,12 @@ def gradient_verdicts(results: Results) -> str:
             cells.append(f"{sum(e['holds_zero'] for e in found)} of {len(found)}")
         lines.append([estimator.name, *cells])
     return _table(("intervals that hold 0", *ADVANTAGES), lines)
+
+
+def random_denominator(results: Results) -> str:
+    """What dividing by the tokens of an update costs ``token_mean``, by the rollouts in an update."""
+    lines = [[str(e["rollouts"]), _span(e["bias"], 2)] for e in results["random_denominator"]]
+    return _table(("rollouts in an update", "bias of token_mean with rloo, %"), lines)
 
 
 def _cutting_table(results: Results, columns: Sequence[str], of: Callable[[str], tuple[str, str, str]]) -> str:

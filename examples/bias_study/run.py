@@ -24,7 +24,7 @@ DIGITS = 4
 
 def main(
     rollouts: Annotated[int, typer.Option(help="Rollouts to sample, a multiple of 64.")] = Settings.rollouts,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of all that is drawn.")] = Settings.seed,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of all that is drawn.")] = Settings.seed,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the results; files of an earlier run are replaced.")
     ] = Path("out/bias_study"),

@@ -68,7 +68,7 @@ def measure(settings: Settings, advance: Callable[[], None] = lambda: None) -> d
     parameters = len(truth.gradient)
     # Of each comparison with the true gradient also its rotated parameters, its variance and its cosine.
     cutting = critical_value((len(SHAPES) - 1) * comparisons * parameters, settings.batches)
-    gradient = critical_value(len(SHAPES) * comparisons * (2 * parameters + 2), settings.batches)
+    gradient = critical_value(len(SHAPES) * comparisons * (2 * parameters + 2) + 2 * parameters, settings.batches)
     cut_shapes = [key for key in found if key[0] != "no cut"]
     return {
         "settings": {
@@ -83,6 +83,7 @@ def measure(settings: Settings, advance: Callable[[], None] = lambda: None) -> d
         "shapes": [_shape(name, truth, rows[name] / settings.rollouts) for name in SHAPES],
         "cutting": [_named(key) | _against_uncut(found, key, truth, cutting) for key in cut_shapes],
         "gradient": [_named(key) | _against_truth(found[key], truth, gradient) for key in found],
+        "random_denominator": [_random_denominator(found, plan, truth, gradient) for plan in PLANS[:2]],
     }  # fmt: skip
 
 
@@ -160,6 +161,22 @@ def _against_truth(gradient: Tensor, truth: Exact, critical: float) -> dict[str,
         "mean": bias.mean.tolist(),
         "standard_error": bias.error.tolist(),
     }
+
+
+def _random_denominator(found: dict[Key, Tensor], plan: str, truth: Exact, critical: float) -> dict[str, Any]:
+    """Bias of ``token_mean`` with ``rloo``: its difference to ``constant``, which has none, over the same rollouts.
+
+    The noise that both share is gone, so that the interval is narrower than that of either.
+    """
+    tokens, constant = (
+        gradients
+        for name in ("token_mean", "constant")
+        for key, gradients in found.items()
+        if (*key[:3], key[3].name) == ("no cut", plan, "rloo", name)
+    )
+    box = Box.of((tokens - constant) / truth.gradient.norm(), critical)
+    size = BATCH if plan == "whole batch" else UPDATE
+    return {"rollouts": size, "bias": _percent(box.length()), "holds_zero": box.holds_zero}
 
 
 def _percent(span: Range) -> list[float]:
