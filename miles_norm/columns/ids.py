@@ -14,7 +14,16 @@ from torch import Tensor
 
 from miles_norm.errors import SampleError, format_rows
 
-__all__ = ["IdColumn", "PairedIds", "RolloutList", "check_length", "encode_ids", "entries_of", "shared_tensor"]
+__all__ = [
+    "IdColumn",
+    "PairedIds",
+    "RolloutList",
+    "check_length",
+    "encode_ids",
+    "entries_of",
+    "plain_id",
+    "shared_tensor",
+]
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -179,7 +188,8 @@ def _hashable(value: Any) -> bool:
     except TypeError:
         return False
     # Tensors and arrays hash or compare by identity, which would make every row its own group.
-    return not isinstance(value, Tensor | np.ndarray)
+    parts = value if isinstance(value, tuple | frozenset) else ()
+    return not isinstance(value, Tensor | np.ndarray) and all(map(_hashable, parts))
 
 
 def _numeric_ids(
