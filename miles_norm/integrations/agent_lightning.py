@@ -225,12 +225,11 @@ def _estimator(adv_estimator: Any, compute_advantage_fn: Any) -> str:
     known = isinstance(name, str) and name in _ESTIMATORS
     if callable(compute_advantage_fn) or (known and compute_advantage_fn is None):
         return _ESTIMATORS[name] if known else "grpo"
-    of_verl = "compute_advantage_fn=verl.trainer.ppo.ray_trainer.compute_advantage"
+    function = "" if compute_advantage_fn is None else f" with compute_advantage_fn={shown(compute_advantage_fn)}"
     raise ConfigError(
         "algorithm.adv_estimator",
-        got=shown(name)
-        + ("" if compute_advantage_fn is None else f" with {shown(compute_advantage_fn)} to compute it"),
+        got=shown(name) + function,
         expected=f"{', '.join(_ESTIMATORS)}; or a function that computes another",
         reason="verl's other estimators whiten, discount or need a critic",
-        remedy=f"choose one of these, or pass {of_verl}",
+        remedy="choose one of these, or pass compute_advantage_fn=verl.trainer.ppo.ray_trainer.compute_advantage",
     )

@@ -81,8 +81,8 @@ def rollout_values(computed: Any, result: NormalizedRewards) -> dict[str, Tensor
     """
     keep = trainable_tokens("response_mask of compute_advantage_fn", _field(computed, "batch", "response_mask"))
     if len(keep) != result.index.num_rollouts:
-        rows = f"{result.index.num_rollouts} rows, one per rollout"
-        raise bad_batch("what compute_advantage_fn returned", f"{len(keep)} rows", rows)
+        expected = f"{result.index.num_rollouts} rows, one per rollout"
+        raise bad_batch("what compute_advantage_fn returned", f"{len(keep)} rows", expected)
     first = keep.to(torch.uint8).argmax(dim=-1, keepdim=True)
     values = {}
     for name in ("advantages", "returns"):
@@ -126,7 +126,7 @@ def bad_batch(subject: str, got: str, expected: str, rows: Sequence[int] = ()) -
 
 def _given(batch: Any, where: str, name: str) -> Any:
     """A field of a batch, None where there is none."""
-    fields = getattr(batch, where, None)
+    fields: Any = getattr(batch, where, None)
     if not hasattr(fields, "keys"):
         got = f"a value of type {type(batch).__name__} with {where} of type {type(fields).__name__}"
         raise bad_batch("batch", got, "a DataProto: fields by name in batch and non_tensor_batch")

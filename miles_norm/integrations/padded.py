@@ -1,4 +1,4 @@
-"""Padded batches of a trainer: masks and values ``[N, T]`` that have to fit together, looked at before they are used."""
+"""Padded batches of a trainer: masks and values ``[N, T]`` that have to fit together before they are used."""
 
 from __future__ import annotations
 
