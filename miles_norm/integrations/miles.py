@@ -145,9 +145,8 @@ def pg_loss_reducer(
     """
     config = loss_settings()
     if calculate_per_token_loss is not False or config.aggregation != "constant":
-        per_token = "" if calculate_per_token_loss is False else " with --calculate-per-token-loss"
-        if not isinstance(calculate_per_token_loss, bool):
-            per_token += f" of {shown(calculate_per_token_loss)}"
+        flag = "" if calculate_per_token_loss is True else f" {shown(calculate_per_token_loss)}"
+        per_token = "" if calculate_per_token_loss is False else f" with --calculate-per-token-loss{flag}"
         raise ConfigError(
             f"aggregation in the file of {LOSS_CONFIG_VARIABLE}",
             got=f"{config.aggregation!r}{per_token}",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from omegaconf import Container, OmegaConf
 
 from miles_norm.config import PASS_THROUGH_ESTIMATORS, LossConfig, NormalizationConfig
 from miles_norm.errors import ConfigError, shown
+from miles_norm.loss.checks import is_whole
 
-__all__ = ["ADVANTAGES", "SUMMED_LOSSES", "WEIGHTED", "VerlSettings"]
+__all__ = ["ADVANTAGES", "SUMMED_LOSSES", "WEIGHTED", "VerlSettings", "policy_loss_settings"]
 
 ADVANTAGES: Final = "miles_norm"
 """The estimator of plain advantages; verl's loss stays as it is."""
@@ -47,6 +49,14 @@ class VerlSettings:
     """
 
     def __init__(self, algorithm: Any, *, weighted: bool) -> None:
+        if algorithm is not None and not hasattr(algorithm, "get"):
+            raise ConfigError(
+                "config of an estimator",
+                got=f"a value of type {type(algorithm).__name__}",
+                expected="verl's config.algorithm, or None",
+                reason="the settings of advantages stand there, and others would be taken in silence",
+                remedy="pass config=config.algorithm to compute_advantage",
+            )
         self._root = algorithm._get_root() if isinstance(algorithm, Container) else None
         given = _given(algorithm)
         flags = {"grpo_std_normalization": None if algorithm is None else algorithm.get("norm_adv_by_std_in_grpo")}
@@ -103,6 +113,29 @@ class VerlSettings:
                 reason="KL and entropy carry no weights, and their sum grows with the tokens of the batch",
                 remedy=f"set loss_mode={WEIGHTED} and loss_agg_mode=token-mean, which these two then follow alone",
             )
+
+
+def policy_loss_settings(config: Any) -> tuple[tuple[Any, Any], Any, int]:
+    """What verl's ``ActorConfig`` says to the clipped loss: the two clip ratios, the second clip, and the data-parallel
+    ranks. The ratios are checked by the loss.
+
+    Raises:
+        ConfigError: another config, or a number of ranks that is none.
+    """
+    info = getattr(config, "global_batch_info", None)
+    ranks = info.get("dp_size", 1) if isinstance(info, Mapping) else None
+    if not hasattr(config, "get") or not is_whole(ranks, low=1):
+        raise ConfigError(
+            f"config of the policy loss {WEIGHTED}",
+            got=f"a value of type {type(config).__name__} with dp_size {shown(ranks)}",
+            expected="verl's ActorConfig, with clip ratios and global_batch_info",
+            reason="the loss is clipped by it, and gradients are averaged over its ranks",
+            remedy="pass config=config.actor_rollout_ref.actor as the dataclass that verl makes of it",
+        )
+    ratio = config.get("clip_ratio")
+    low, high = (config.get(f"clip_ratio_{end}") for end in ("low", "high"))
+    clip = (ratio if low is None else low, ratio if high is None else high)
+    return clip, config.get("clip_ratio_c", 3.0), int(ranks)
 
 
 def _given(algorithm: Any) -> dict[str, Any]:
