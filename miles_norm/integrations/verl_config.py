@@ -123,7 +123,7 @@ def policy_loss_settings(config: Any) -> tuple[tuple[Any, Any], Any, int]:
         ConfigError: another config, or a number of ranks that is none.
     """
     info = getattr(config, "global_batch_info", None)
-    ranks = info.get("dp_size", 1) if isinstance(info, Mapping) else None
+    ranks: Any = info.get("dp_size", 1) if isinstance(info, Mapping) else None
     if not hasattr(config, "get") or not is_whole(ranks, low=1):
         raise ConfigError(
             f"config of the policy loss {WEIGHTED}",
