@@ -20,7 +20,7 @@ from miles_norm.conversion.fields import TOKEN_FIELDS
 from miles_norm.errors import SampleError, format_rows, shown
 from miles_norm.loss.checks import FLOATS, WHOLE, is_dense, is_number
 
-__all__ = ["check_token_fields"]
+__all__ = ["are_tokens", "check_token_fields"]
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -33,7 +33,7 @@ def check_token_fields(rows: list[Any]) -> None:
     Raises:
         SampleError: for the first field that has such a row; all rows are named.
     """
-    _check(rows, "tokens", _are_tokens, "whole numbers from 0 to 2**31 - 1")
+    _check(rows, "tokens", are_tokens, "whole numbers from 0 to 2**31 - 1")
     for name in TOKEN_FIELDS:
         _check(rows, name, _are_finite, "finite numbers")
 
@@ -54,7 +54,12 @@ def _check(rows: list[Any], name: str, fits: Callable[[Any], bool], expected: st
         )
 
 
-def _are_tokens(row: Any) -> bool:
+def are_tokens(row: Any) -> bool:
+    """Whether a list, array or tensor holds token ids, and nothing else.
+
+    >>> are_tokens([7, 0]), are_tokens([7, -1]), are_tokens([7, 2.0]), are_tokens("70")
+    (True, False, False, False)
+    """
     if isinstance(row, list | tuple):
         # One call per row, which looks at the type and the range of every entry.
         flat = array("I")

@@ -21,6 +21,9 @@ __all__ = ["RolloutUid", "RowUids", "rollout_uids", "uids_of_rows"]
 # What verl fills a batch up with has uids of its own, and no trainable token.
 _PADDING_UID = re.compile("pad[0-9a-f]{32}")
 
+_NO_COLUMNS = (str, bytes, dict, np.ndarray, torch.Tensor)
+"""What can be gone through but is no column: letters, keys, and a tensor without a dimension."""
+
 logger = logging.getLogger("miles_norm")
 
 
@@ -158,7 +161,7 @@ def _warn_of_plain_uids() -> None:
 
 def _listed(name: str, values: Any) -> list[Any]:
     entries = entries_of(values)
-    if entries is None and isinstance(values, Iterable) and not isinstance(values, str | bytes | dict | torch.Tensor):
+    if entries is None and isinstance(values, Iterable) and not isinstance(values, _NO_COLUMNS):
         entries = list(values)
     if entries is None:
         raise _bad_uids(name, f"a value of type {type(values).__name__}", "one id per row")

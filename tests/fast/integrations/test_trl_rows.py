@@ -7,7 +7,7 @@ import torch
 
 from miles_norm.errors import ConfigError, SampleError
 from miles_norm.integrations.trl_config import check_loss_type, divided_by
-from miles_norm.integrations.trl_rows import check_row_counts, fill_rows, number_rollouts
+from miles_norm.integrations.trl_rows import check_output, fill_rows, number_rollouts
 
 
 def row(token: int, **given: Any) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def test_rows_have_the_same_keys() -> None:
 
 def test_lists_of_another_length_are_named() -> None:
     output = fill_rows([[[row(1)]]], num_generations=2, pad_token_id=0)
-    check_row_counts(output, 2)
-    check_row_counts({"prompt_ids": [1], "completion_ids": [1], "logprobs": None}, 1)
+    check_output(output, 2)
+    check_output({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": None}, 1)
     with pytest.raises(SampleError, match=r"(?s)got: +1 rollout_id\n.*expected: 2 of each"):
-        check_row_counts(output | {"rollout_id": [0]}, 2)
+        check_output(output | {"rollout_id": [0]}, 2)
 
 
 def test_ids_are_unique_within_a_prompt() -> None:
