@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping
 from types import NoneType
 from typing import Any
@@ -70,11 +69,10 @@ def response_length(value: Any) -> int:
     """
     if value is None:
         raise ValueError("neither loss_mask nor response_length")
-    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**31 or value != int(value):
+    number = plain_id(value)
+    if type(number) is not int or not 0 <= number < 2**31:
         raise ValueError(f"response_length {shown(value)}")
-    return int(value)
+    return number
 
 
 def row_length(value: Any) -> int | None:
@@ -85,5 +83,5 @@ def row_length(value: Any) -> int | None:
     """
     try:
         return len(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the second of nested tensors
         return None

@@ -8,6 +8,9 @@ from operator import attrgetter
 from types import NoneType
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from miles_norm.columns.ids import RolloutList, plain_id
 from miles_norm.columns.masks import count_mask, count_masks, counted
 from miles_norm.columns.rollout_columns import RolloutColumns
@@ -180,7 +183,7 @@ def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] 
     >>> flatten_samples([["a", ["b", "c"]], ["d"]])
     (['a', 'b', 'c', 'd'], (3, 1), [None, 0, 0, None])
     """
-    if isinstance(samples, str | bytes | Mapping) or not isinstance(samples, Iterable):
+    if isinstance(samples, str | bytes | Mapping | Tensor) or not isinstance(samples, Iterable) or _is_scalar(samples):
         raise _not_rows("samples", type(samples).__name__, ())
     outer = list(samples)
     if not any(issubclass(kind, list | tuple) for kind in set(map(type, outer))):
@@ -210,6 +213,10 @@ def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] 
                 lists.append(None)
         sizes.append(len(rows) - before)
     return rows, tuple(sizes), lists if rollout_lists else None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 0
 
 
 def plain_rows(rows: list[Any]) -> list[Any]:

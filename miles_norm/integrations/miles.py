@@ -28,7 +28,7 @@ from miles_norm.integrations.miles_checks import (
 from miles_norm.integrations.miles_flags import LOSS_CONFIG_VARIABLE, loss_settings, normalization_settings
 from miles_norm.integrations.miles_masks import joined_masks
 from miles_norm.integrations.token_fields import check_token_fields
-from miles_norm.loss.checks import check_type
+from miles_norm.loss.checks import described, is_dense
 from miles_norm.loss.tokens import trained_values
 from miles_norm.normalize import normalize_rewards
 from miles_norm.result import NormalizedRewards
@@ -158,11 +158,10 @@ def pg_loss_reducer(
     mask, divisor = joined_masks(loss_masks, response_lengths), float(config.max_tokens or 1)
 
     def reduce(losses: Tensor) -> Tensor:
-        check_type("token losses of a micro-batch", losses, Tensor, "pass the losses of all response tokens, flat")
-        if losses.shape != mask.shape:
+        if not is_dense(losses) or losses.shape != mask.shape:
             raise SampleError(
                 "token losses of a micro-batch",
-                got=f"shape {list(losses.shape)}",
+                got=f"shape {list(losses.shape)}" if is_dense(losses) else described(losses),
                 expected=f"{list(mask.shape)}, one per response token",
                 reason="with context parallelism a rank has a part of each response, and the masks of all of it",
                 remedy="use this reducer without context parallelism",

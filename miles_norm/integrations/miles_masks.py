@@ -11,7 +11,7 @@ from torch import Tensor
 from miles_norm.columns.ids import entries_of, plain_id
 from miles_norm.columns.masks import count_each_mask
 from miles_norm.errors import SampleError, format_rows
-from miles_norm.loss.checks import NUMBERS, described, is_dense, on_cpu
+from miles_norm.loss.checks import NUMBERS, described, is_dense, is_whole, on_cpu
 
 __all__ = ["joined_masks"]
 
@@ -33,7 +33,7 @@ def joined_masks(masks: Any, response_lengths: Any) -> Tensor:
     bad = {
         row: described(mask)
         for row, (mask, length) in enumerate(zip(rows, lengths, strict=True))
-        if not is_dense(mask) or mask.dtype not in _DTYPES or mask.shape != (plain_id(length),)
+        if not (is_dense(mask) and mask.dtype in _DTYPES and mask.ndim == 1 and _is_length(length, len(mask)))
     }
     devices = {mask.device for row, mask in enumerate(rows) if row not in bad}
     if len(devices) > 1:
@@ -44,6 +44,11 @@ def joined_masks(masks: Any, response_lengths: Any) -> Tensor:
         got = "; ".join(f"row {row}: {problem}" for row, problem in list(bad.items())[:10])
         raise _bad_masks(f"loss_masks of {format_rows(list(bad))}", got, list(bad))
     return torch.cat(rows)
+
+
+def _is_length(value: Any, length: int) -> bool:
+    given = plain_id(value)
+    return is_whole(given) and given == length
 
 
 def _bad_masks(subject: str, got: str, rows: Sequence[int] = ()) -> SampleError:

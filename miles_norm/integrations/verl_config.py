@@ -61,13 +61,14 @@ class VerlSettings:
         given = _given(algorithm)
         flags = {"grpo_std_normalization": None if algorithm is None else algorithm.get("norm_adv_by_std_in_grpo")}
         flags["n_samples_per_prompt"] = self._trainer("actor_rollout_ref.rollout.n")
-        self.normalization = NormalizationConfig(**_agreeing(flags, given.get("normalization") or {}))
-        self.loss = LossConfig(**(given.get("loss") or {}))
+        self.normalization = NormalizationConfig(**_agreeing(flags, given.get("normalization", {})))
+        self.loss = LossConfig(**given.get("loss", {}))
         _refuse_what_verl_lacks(self.normalization)
-        if algorithm is not None and algorithm.get("use_kl_in_reward"):
+        kl_in_reward = None if algorithm is None else algorithm.get("use_kl_in_reward")
+        if kl_in_reward is not None and kl_in_reward is not False:
             raise ConfigError(
                 "algorithm.use_kl_in_reward",
-                got="True",
+                got=shown(kl_in_reward),
                 expected="False",
                 reason="the KL penalty of each row's tokens is then in its reward, so that siblings differ and the "
                 "advantage is no longer one of outcomes",
@@ -142,21 +143,31 @@ def _given(algorithm: Any) -> dict[str, Any]:
     given = None if algorithm is None else algorithm.get("miles_norm")
     if isinstance(given, Container):
         given = OmegaConf.to_container(given, resolve=True)
-    known = {"normalization", "loss"}
-    if given is not None and not (isinstance(given, dict) and set(given) <= known):
+    if given is None:
+        return {}
+    wrong = [] if isinstance(given, dict) else [shown(given)]
+    if isinstance(given, dict):
+        known = {name: settings for name, settings in given.items() if name in ("normalization", "loss")}
+        wrong = sorted(map(str, given.keys() - known.keys()))
+        wrong += [f"{name}={shown(each)}" for name, each in known.items() if not isinstance(each, dict | None)]
+    if wrong:
         raise ConfigError(
             "algorithm.miles_norm",
-            got=", ".join(map(str, sorted(set(given) - known))) if isinstance(given, dict) else shown(given),
+            got=", ".join(wrong),
             expected="the mappings normalization and loss, or one of them",
             reason="a setting that is not understood would change the training signal in silence",
             remedy="write for example +algorithm.miles_norm.normalization.rollout_reward=shared",
         )
-    return given or {}
+    return {name: settings or {} for name, settings in known.items()}
 
 
 def _agreeing(flags: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     flags = {name: value for name, value in flags.items() if value is not None}
-    conflicts = [name for name, value in flags.items() if given.get(name, value) != value]
+    conflicts = [
+        name
+        for name, value in flags.items()
+        if name in given and (type(given[name]) is not type(value) or given[name] != value)
+    ]
     if conflicts:
         raise ConfigError(
             "algorithm.miles_norm.normalization",
