@@ -36,7 +36,7 @@ FLAGS: Final = {
 """The settings that the trainer has too, under the same names in ``args``, and the flag of each."""
 
 _AS_GRPO: Final = {"cispo": "grpo"}
-"""Losses that slime names as estimators, and the estimator of their advantages."""
+"""Losses that slime's --advantage-estimator names, and the estimator of their advantages. Miles' flag has none."""
 
 _TAKES_REWARDS: Final = ("grpo", "gspo", "cispo")
 """Values of --advantage-estimator under which the trainer gives each row's reward to its tokens, unchanged."""
@@ -52,7 +52,8 @@ def normalization_settings(args: Any) -> NormalizationConfig:
 
     Flags that ``args`` lacks take the defaults of ``NormalizationConfig``; without any of them there is a warning. The
     file may set whatever is no flag. An estimator that the trainer has no flag for (``rloo``, ``opo``, ...) goes with
-    ``--advantage-estimator`` grpo, gspo or cispo, under which the trainer takes the rewards as they come.
+    ``--advantage-estimator`` grpo or gspo, and with slime's cispo, under which the trainer takes the rewards as they
+    come.
 
     Raises:
         ConfigError: a flag that is neither text nor a number nor a switch; the file and the flags give different
@@ -141,7 +142,7 @@ def _refuse_conflicts(flags: dict[str, Any], file: dict[str, Any], path: str | N
             f"{CONFIG_VARIABLE}={path} and the trainer's flags",
             got="; ".join(conflicts),
             expected="one value for each; an estimator that the trainer does not know, with --advantage-estimator "
-            f"{', '.join(_TAKES_REWARDS)}",
+            "grpo or gspo, of slime also cispo",
             reason="the trainer goes by the flag and the advantages by the file",
             remedy="remove the setting from the file, or change the flag",
         )
