@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.columns.ids import is_readable
 from miles_norm.errors import SampleError, format_rows
 
 __all__ = ["bad_column", "checked_offsets", "odd_rows", "offsets_of", "repeated", "row_numbers", "running"]
@@ -56,7 +55,7 @@ _NDIM = attrgetter("ndim")
 
 
 def _is_row(row: Any) -> bool:
-    if isinstance(row, Tensor) and not is_readable(row):
+    if isinstance(row, Tensor) and (row.is_nested or row.layout != torch.strided):
         return False
     if isinstance(row, np.ndarray | Tensor):
         return row.ndim >= 1 and 0 not in row.shape[1:]
