@@ -12,9 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.errors import SampleError, format_rows
+from miles_norm.errors import SampleError, format_rows, shown
 
-__all__ = ["IdColumn", "PairedIds", "RolloutList", "check_length", "encode_ids", "entries_of", "shared_tensor"]
+__all__ = [
+    "IdColumn",
+    "PairedIds",
+    "RolloutList",
+    "check_length",
+    "encode_ids",
+    "entries_of",
+    "is_readable",
+    "plain_id",
+    "shared_tensor",
+]
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -103,7 +113,7 @@ def encode_ids(values: Any, name: str, rows: int, device: torch.device | None = 
     >>> encode_ids(["x", None, "x"], "rollout", 3).codes.tolist()
     [0, 2, 0]
     """
-    if isinstance(values, Tensor | np.ndarray):
+    if isinstance(values, np.ndarray) or (isinstance(values, Tensor) and is_readable(values)):
         numeric = _numeric_ids(values, name, rows, device)
         if numeric is not None:
             return numeric
@@ -146,11 +156,17 @@ def plain_id(value: Any) -> Any:
     >>> plain_id(np.float64(3)), plain_id(torch.tensor(4)), plain_id(math.nan), plain_id("a")
     (3, 4, None, 'a')
     """
-    if isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1):
+    array = isinstance(value, np.ndarray) or (isinstance(value, Tensor) and is_readable(value))
+    if isinstance(value, np.generic) or (array and math.prod(value.shape) == 1):
         value = value.item()
     if isinstance(value, float):
         return None if math.isnan(value) else int(value) if value.is_integer() else value
     return value
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has a value in every place of one shape: it is neither nested nor sparse, nor on ``meta``."""
+    return not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
 
 
 def _plain_ids(values: Sequence[Any], name: str) -> list[Hashable | None]:
@@ -164,7 +180,7 @@ def _plain_ids(values: Sequence[Any], name: str) -> list[Hashable | None]:
     if bad:
         raise SampleError(
             f"{name} id of {format_rows(bad)}",
-            got=", ".join(f"{values[row]!r}"[:60] for row in bad[:5]),
+            got=", ".join(shown(values[row]) for row in bad[:5]),
             expected="an int, a string, or another hashable id; None where there is none",
             reason="rows belong together when their ids are equal",
             remedy="name groups and rollouts by numbers or strings",
@@ -179,7 +195,8 @@ def _hashable(value: Any) -> bool:
     except TypeError:
         return False
     # Tensors and arrays hash or compare by identity, which would make every row its own group.
-    return not isinstance(value, Tensor | np.ndarray)
+    parts = value if isinstance(value, tuple | frozenset) else ()
+    return not isinstance(value, Tensor | np.ndarray) and all(map(_hashable, parts))
 
 
 def _numeric_ids(
@@ -213,12 +230,12 @@ def entries_of(values: Any) -> list[Any] | None:
 
     Those of a one-dimensional tensor or array are Python's numbers, those of one with more dimensions its rows. A text,
     a dict and a generator have none: there would be letters or keys, or nothing left the second time. Nor have nested
-    tensors, which have no common shape, and those on ``meta``, which have no values.
+    tensors, which have no common shape, sparse ones, and those on ``meta``, which have no values.
 
     >>> entries_of((1, 2)), entries_of({1: 2}), entries_of("12"), entries_of(5)
     ([1, 2], None, None, None)
     """
-    if isinstance(values, Tensor) and (values.is_nested or values.is_meta):
+    if isinstance(values, Tensor) and not is_readable(values):
         return None
     if isinstance(values, Tensor | np.ndarray):
         return None if values.ndim == 0 else values.tolist() if values.ndim == 1 else list(values)

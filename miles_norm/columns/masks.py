@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["count_mask", "count_masks", "counted"]
+__all__ = ["count_each_mask", "count_mask", "count_masks", "counted"]
 
 _SHORT = 1024
 """Below this length two calls of ``list.count`` are faster than a buffer."""
@@ -119,6 +119,24 @@ def count_masks(masks: Sequence[Any]) -> list[int] | None:
         else:
             counts.extend(int(np.count_nonzero(together[start:end])) for start, end in pairwise(ends))
     return counts
+
+
+def count_each_mask(masks: Sequence[Any]) -> tuple[list[int], dict[int, str]]:
+    """Number of ones of each mask, 0 for what is none; and of these rows, what they are.
+
+    >>> count_each_mask([[1, 0, 1], None, [2]])
+    ([2, 0, 0], {1: 'of type NoneType', 2: 'with entries other than 0 and 1, such as 2'})
+    """
+    counts = count_masks(masks)
+    if counts is not None:
+        return counts, {}
+    counts, problems = [0] * len(masks), {}
+    for row, mask in enumerate(masks):
+        try:
+            counts[row] = count_mask(mask)
+        except (TypeError, ValueError, RuntimeError) as problem:  # the last of tensors that have no values
+            problems[row] = str(problem).partition("\n")[0]
+    return counts, problems
 
 
 def _count_array(mask: np.ndarray[Any, Any]) -> int:

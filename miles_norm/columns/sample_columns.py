@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
@@ -15,9 +14,10 @@ from torch import Tensor
 from miles_norm.columns.ids import RolloutList, plain_id
 from miles_norm.columns.masks import count_mask, count_masks, counted
 from miles_norm.columns.rollout_columns import RolloutColumns
+from miles_norm.columns.row_values import adapter_name, read_flags, read_statuses, response_length, row_length
 from miles_norm.columns.sample_rewards import as_float64, read_rewards, reward_components, weighted_sum
 from miles_norm.config import NormalizationConfig
-from miles_norm.errors import RewardError, SampleError, format_rows, shown
+from miles_norm.errors import RewardError, SampleError, format_rows
 
 __all__ = [
     "columns_from_fields",
@@ -25,6 +25,7 @@ __all__ = [
     "columns_from_samples",
     "flatten_samples",
     "index_fields",
+    "plain_rows",
     "row_field",
     "row_fields",
 ]
@@ -51,8 +52,8 @@ def columns_from_samples(samples: Iterable[Any], config: NormalizationConfig | N
     [2, 2]
     """
     config = config or NormalizationConfig()
-    rows, sizes, rollout_lists = flatten_samples(samples)
-    _check_rows(rows)
+    flat, sizes, rollout_lists = flatten_samples(samples)
+    rows = plain_rows(flat)
     _check_rewards_exist(rows)
     return _columns(row_fields(rows), config, sizes, rollout_lists)
 
@@ -132,10 +133,10 @@ def _columns(
 ) -> RolloutColumns:
     """Columns from the fields of all rows."""
     rollouts, collisions = _rollout_ids(field("rollout_id"), field("index"), rollout_lists)
-    removed, padding = _flags("remove_sample", field("remove_sample")), _flags("is_padding", field("is_padding"))
-    status, adapters = _statuses(field("status")), field("adapter")
+    removed, padding = (read_flags(name, field(name)) for name in ("remove_sample", "is_padding"))
+    status, adapters = read_statuses(field("status")), field("adapter")
     if set(map(type, adapters)) != {NoneType}:
-        adapters = [_adapter_name(value) for value in adapters]
+        adapters = [adapter_name(value) for value in adapters]
     groups = _group_ids(field, config.group_key)
     given = field("reward")
     components = reward_components(given, config, padding) if config.options.gdpo_components else None
@@ -166,11 +167,11 @@ def _without_id(rollouts: list[Hashable], padding: list[bool]) -> tuple[int, ...
 
 
 def _masks_of_another_length(masks: list[Any], lengths: list[Any]) -> tuple[int, ...]:
-    if NoneType not in set(map(type, masks)) and set(map(type, lengths)) == {int} and list(map(len, masks)) == lengths:
+    if set(map(type, lengths)) == {int} and list(map(row_length, masks)) == lengths:
         return ()
     pairs = enumerate(zip(masks, lengths, strict=True))
     return tuple(
-        row for row, (mask, length) in pairs if mask is not None and type(length) is int and len(mask) != length
+        row for row, (mask, length) in pairs if mask is not None and type(length) is int and row_length(mask) != length
     )
 
 
@@ -182,7 +183,7 @@ def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] 
     >>> flatten_samples([["a", ["b", "c"]], ["d"]])
     (['a', 'b', 'c', 'd'], (3, 1), [None, 0, 0, None])
     """
-    if isinstance(samples, str | bytes | Mapping) or not isinstance(samples, Iterable):
+    if isinstance(samples, str | bytes | Mapping | Tensor) or not isinstance(samples, Iterable) or _is_scalar(samples):
         raise _not_rows("samples", type(samples).__name__, ())
     outer = list(samples)
     if not any(issubclass(kind, list | tuple) for kind in set(map(type, outer))):
@@ -214,13 +215,27 @@ def flatten_samples(samples: Iterable[Any]) -> tuple[list[Any], tuple[int, ...] 
     return rows, tuple(sizes), lists if rollout_lists else None
 
 
-def _check_rows(rows: list[Any]) -> None:
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 0
+
+
+def plain_rows(rows: list[Any]) -> list[Any]:
+    """Rows as dicts or objects with fields; mappings of other kinds become dicts.
+
+    Raises:
+        SampleError: something that is no row; all of them are named.
+
+    >>> from types import MappingProxyType
+    >>> plain_rows([MappingProxyType({"reward": 1.0})])
+    [{'reward': 1.0}]
+    """
     if any(issubclass(kind, Mapping) and not issubclass(kind, dict) for kind in set(map(type, rows))):
-        rows[:] = [dict(row) if isinstance(row, Mapping) and not isinstance(row, dict) else row for row in rows]
+        rows = [dict(row) if isinstance(row, Mapping) and not isinstance(row, dict) else row for row in rows]
     readable = {kind: kind is dict or issubclass(kind, dict) for kind in set(map(type, rows))}
     bad = [i for i, row in enumerate(rows) if not (readable[type(row)] or hasattr(row, "reward"))]
     if bad:
         raise _not_rows(f"samples: {format_rows(bad)}", ", ".join(sorted({type(rows[i]).__name__ for i in bad})), bad)
+    return rows
 
 
 def _check_rewards_exist(rows: list[Any]) -> None:
@@ -309,53 +324,8 @@ def _plain(values: list[Any]) -> list[Any]:
     return values if set(map(type, values)) <= {int, str, NoneType} else [plain_id(value) for value in values]
 
 
-def _flags(name: str, values: list[Any]) -> list[bool]:
-    """Bools; None and NaN, as tables have it in empty cells, are False.
-
-    Raises:
-        SampleError: anything else than a bool, 0 or 1; all rows are named.
-    """
-    kinds = set(map(type, values))
-    if kinds <= {bool, NoneType}:
-        return values if NoneType not in kinds else list(map(bool, values))
-    flags = [plain_id(value) for value in values]
-    known = [(row, flag) for row, flag in enumerate(flags) if flag is not None]
-    bad = [row for row, flag in known if type(flag) not in (bool, int) or flag not in (0, 1)]
-    if bad:
-        raise SampleError(
-            f"{name} of {format_rows(bad)}",
-            got=", ".join(shown(values[row]) for row in bad[:5]),
-            expected="True or False; None where it is not set",
-            reason="it decides whether a row is trained and counted",
-            remedy="write it as a bool",
-            rows=bad,
-        )
-    return [bool(flag) for flag in flags]
-
-
 def _is_id(value: Any) -> bool:
     return isinstance(value, int | str)
-
-
-def _statuses(values: list[Any]) -> list[str | None]:
-    if set(map(type, values)) <= {str, NoneType}:
-        known = {value: _status(value) for value in set(values)}
-        return [known[value] for value in values]
-    return [_status(value) for value in values]
-
-
-def _status(value: Any) -> str | None:
-    value = getattr(value, "value", value)
-    return None if value is None else str(value).lower()
-
-
-def _adapter_name(value: Any) -> Hashable:
-    """An adapter is named by a string, by a mapping or object with a ``name``, or by any other id."""
-    if isinstance(value, Mapping):
-        return value.get("name")
-    if isinstance(value, Tensor | np.generic | np.ndarray):
-        return plain_id(value)  # type: ignore[no-any-return]  # a tensor has a name of its own
-    return getattr(value, "name", value)  # type: ignore[no-any-return]
 
 
 def _trainable_tokens(masks: list[Any], lengths: list[Any], padding: list[bool]) -> list[int]:
@@ -366,8 +336,8 @@ def _trainable_tokens(masks: list[Any], lengths: list[Any], padding: list[bool])
     problems: dict[int, str] = {}
     for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
         try:
-            counts.append(_length(length) if mask is None else count_mask(mask))
-        except (TypeError, ValueError) as problem:
+            counts.append(response_length(length) if mask is None else count_mask(mask))
+        except (TypeError, ValueError, RuntimeError) as problem:  # the last of tensors that have no values
             if padding[row]:
                 counts.append(0)  # it enters nothing
                 continue
@@ -383,13 +353,3 @@ def _trainable_tokens(masks: list[Any], lengths: list[Any], padding: list[bool])
             rows=bad,
         )
     return counts
-
-
-def _length(value: Any) -> int:
-    if value is None:
-        raise ValueError("neither loss_mask nor response_length")
-    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**31 or value != int(value):
-        raise ValueError(f"response_length {shown(value)}")
-    return int(value)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from miles_norm.columns.ids import is_readable
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import RewardError, format_rows
 
@@ -118,6 +119,8 @@ def _number(value: Any, config: NormalizationConfig) -> Any:
 def _plain_number(value: Any, config: NormalizationConfig) -> Any:
     if isinstance(value, Mapping):
         raise TypeError(f"a dict with the keys {sorted(map(str, value))}")
+    if isinstance(value, Tensor) and not is_readable(value):
+        raise TypeError("a tensor that is nested, sparse or on meta")
     if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) != 1:
         raise TypeError(f"{_kind(value)} of shape {tuple(value.shape)}")
     if isinstance(value, Tensor | np.ndarray | np.generic):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import ge
 from types import NoneType
 from typing import Any
 
@@ -11,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.errors import SampleError, format_rows
+from miles_norm.columns.ids import plain_id
+from miles_norm.columns.row_values import response_length, row_length
+from miles_norm.errors import SampleError, format_rows, shown
 from miles_norm.train_data.ragged import Ragged
 
 __all__ = [
@@ -54,22 +55,38 @@ EMPTY_ENTRIES: dict[str, Any] = {"multimodal_train_inputs": None, "weight_versio
 
 
 def response_lengths(given: list[Any], masks: list[Any]) -> list[int]:
-    """``response_length`` of each row, without it the length of its mask."""
-    if set(map(type, given)) == {int}:
+    """``response_length`` of each row, without it the length of its mask.
+
+    Raises:
+        SampleError: what is no length; all rows are named.
+    """
+    if set(map(type, given)) == {int} and min(given) >= 0:
         return given
-    lengths = [
-        len(mask) if length is None and mask is not None else length for length, mask in zip(given, masks, strict=True)
-    ]
-    return [int(length) for length in lengths]
+    lengths, problems = [], {}
+    for row, (length, mask) in enumerate(zip(given, masks, strict=True)):
+        try:
+            lengths.append(response_length(row_length(mask) if length is None else length))
+        except ValueError as problem:
+            problems[row] = str(problem)
+    if problems:
+        bad = list(problems)
+        raise SampleError(
+            f"response_length of {format_rows(bad)}",
+            got="; ".join(f"row {row}: {problems[row]}" for row in bad[:10]),
+            expected="a whole number from 0 on, or None and a loss_mask of that length",
+            reason="the response is the end of the tokens",
+            remedy="set response_length to the number of response tokens",
+            rows=bad,
+        )
+    return lengths
 
 
 def check_tokens(tokens: list[Any], lengths: list[int]) -> None:
     """Refuse rows with fewer tokens than their response has."""
-    if NoneType not in set(map(type, tokens)) and all(map(ge, map(len, tokens), lengths)):
-        return
-    bad = [n for n, (row, length) in enumerate(zip(tokens, lengths, strict=True)) if row is None or len(row) < length]
+    found = list(map(row_length, tokens))
+    bad = [n for n, (size, length) in enumerate(zip(found, lengths, strict=True)) if size is None or size < length]
     if bad:
-        sizes = ["no tokens" if tokens[n] is None else f"{len(tokens[n])} tokens" for n in bad[:10]]
+        sizes = ["no tokens" if found[n] is None else f"{found[n]} tokens" for n in bad[:10]]
         raise SampleError(
             f"tokens of {format_rows(bad)}",
             got=", ".join(
@@ -84,17 +101,15 @@ def check_tokens(tokens: list[Any], lengths: list[int]) -> None:
 
 def check_lengths(name: str, values: list[Any], lengths: Sequence[int]) -> None:
     """Refuse values of another length; None is no value."""
-    if NoneType not in set(map(type, values)) and list(map(len, values)) == lengths:
+    found = list(map(row_length, values))
+    if found == lengths:
         return
-    bad = [
-        n
-        for n, (value, length) in enumerate(zip(values, lengths, strict=True))
-        if value is not None and len(value) != length
-    ]
+    bad = [n for n, value in enumerate(values) if value is not None and found[n] != lengths[n]]
     if bad:
+        sizes = [shown(values[n]) if found[n] is None else f"{found[n]} entries" for n in bad[:10]]
         raise SampleError(
             f"{name} of {format_rows(bad)}",
-            got=", ".join(f"row {n}: {len(values[n])} entries" for n in bad[:10]),
+            got=", ".join(f"row {n}: {size}" for n, size in zip(bad, sizes, strict=False)),
             expected=", ".join(f"row {n}: {lengths[n]}" for n in bad[:10]),
             reason="each entry belongs to one token",
             remedy=f"cut or extend {name} together with the tokens",
@@ -103,7 +118,9 @@ def check_lengths(name: str, values: list[Any], lengths: Sequence[int]) -> None:
 
 
 def integers_or_list(values: list[Any]) -> Tensor | list[Any]:
-    """Integers of int64 as a tensor, anything else as it is."""
+    """Integers of int64 as a tensor, anything else as it is; numbers out of tensors and tables are numbers."""
+    if set(map(type, values)) != {int}:
+        values = [plain_id(value) for value in values]
     if set(map(type, values)) == {int} and min(values) >= -(2**63) and max(values) < 2**63:
         return torch.tensor(values, dtype=torch.int64)
     return values
@@ -142,7 +159,7 @@ def optional_columns(field: Callable[[str], list[Any]], tokens: list[Any], lengt
         values = field(name)
         if set(map(type, values)) == {NoneType}:
             continue
-        if any(value is not None and (name != "weight_versions" or len(value)) for value in values):
+        if any(value is not None and (name != "weight_versions" or row_length(value) != 0) for value in values):
             columns[name] = [empty if value is None else value for value in values]
     metadata = field("metadata")
     if set(map(type, metadata)) != {dict}:

@@ -18,13 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.columns.ids import IdColumn, encode_ids
-from miles_norm.columns.rollout_columns import RolloutColumns
+from miles_norm.columns.ids import encode_ids
 from miles_norm.config import LossConfig, NormalizationConfig
 from miles_norm.conversion import convert_samples_to_train_data
-from miles_norm.errors import ConfigError, SampleError, format_rows
+from miles_norm.errors import ConfigError, shown
+from miles_norm.integrations.agent_lightning_batches import (
+    bad_batch,
+    batch_columns,
+    checked_divisor,
+    refuse_missing,
+    rollout_counts,
+    rollout_values,
+)
+from miles_norm.integrations.padded import check_values, refuse_infinite, trainable_tokens
+from miles_norm.loss.checks import FLOATS
 from miles_norm.normalize import normalize_columns
-from miles_norm.result import NormalizedRewards
 from miles_norm.session.trace import TraceLevel, trace_rows
 from miles_norm.train_data import TrainData
 
@@ -110,8 +118,10 @@ def normalize_advantages_by_rollout(
         rollout without a trainable token keeps its advantages, as upstream.
 
     Raises:
-        SampleError: another number of ids than rows, no rows, rows without an id.
-        ConfigError: ``num_trained_rows`` below 1, or ``divisor="trained_rows"`` without it.
+        SampleError: no rows; advantages that are no floating-point numbers, a mask of another shape or with entries
+            other than 0 and 1; NaN or an infinite advantage on a trainable token; another number of ids than rows, rows
+            without an id. All rows are named.
+        ConfigError: ``num_trained_rows`` that is no whole number from 1 on, or ``divisor="trained_rows"`` without it.
 
     Two rollouts on three rows, of 3 tokens each:
 
@@ -122,14 +132,17 @@ def normalize_advantages_by_rollout(
     0.6667
     1.0
     """
-    ids = encode_ids(rollout_ids, "rollout", advantages.shape[0], advantages.device)
-    if advantages.shape[0] == 0:
-        raise _bad_batch("advantages", "no rows", "at least one row")
-    _refuse_missing(ids)
+    if isinstance(advantages, Tensor) and not advantages.is_nested and advantages.shape[:1] == (0,):
+        raise bad_batch("advantages", "no rows", "at least one row")
+    keep = trainable_tokens("response_mask", response_mask)
+    check_values("advantages", advantages, keep, FLOATS)
+    refuse_infinite("advantages", advantages, keep)
+    ids = encode_ids(rollout_ids, "rollout", len(keep), keep.device)
+    refuse_missing(ids)
     unique, rollout = torch.unique(ids.codes, return_inverse=True)
-    count = _count(num_trained_rows, divisor, len(unique))
-    tokens = torch.zeros(len(unique), dtype=torch.float64, device=advantages.device)
-    tokens.index_add_(0, rollout, (response_mask != 0).sum(dim=-1).to(tokens))
+    count = checked_divisor(num_trained_rows, divisor, len(unique))
+    tokens = torch.zeros(len(unique), dtype=torch.float64, device=keep.device)
+    tokens.index_add_(0, rollout, keep.sum(dim=-1).to(tokens))
     scale = (tokens * count).clamp_min(1.0)[rollout]
     return (advantages / scale[:, None]).to(advantages.dtype)
 
@@ -169,25 +182,18 @@ def compute_rollout_level_advantage(
         The same batch, and counts of rows and rollouts for the log.
 
     Raises:
-        ConfigError: another estimator without ``compute_advantage_fn``.
+        ConfigError: another estimator without ``compute_advantage_fn``; ``norm_adv_by_std_in_grpo`` that is no bool.
         GroupingError: rows without a uid.
-        SampleError: a missing field or rollout id; of ``compute_advantage_fn``, tokens of a row with different values.
+        MissingRewardError: rewards that are NaN or infinite.
+        SampleError: a missing field or rollout id; tensors of other shapes, a mask with entries other than 0 and 1; of
+            ``compute_advantage_fn``, no advantages, or tokens of a row with different values.
         DisagreeingRewardsError: sibling rows whose rewards differ by more than 1e-5 of the largest, as a KL penalty in
             the rewards (``algorithm.use_kl_in_reward``) makes them.
     """
-    columns = _columns(batch)
-    name = getattr(adv_estimator, "value", adv_estimator)
-    if compute_advantage_fn is None and name not in _ESTIMATORS:
-        raise ConfigError(
-            "algorithm.adv_estimator",
-            got=repr(name),
-            expected=", ".join(_ESTIMATORS),
-            reason="verl's other estimators whiten, discount or need a critic",
-            remedy="choose one of these, or pass compute_advantage_fn=verl.trainer.ppo.ray_trainer.compute_advantage",
-        )
+    columns = batch_columns(batch)
     settings = NormalizationConfig(
-        advantage_estimator=_ESTIMATORS.get(name, "grpo"),  # type: ignore[arg-type]
-        grpo_std_normalization=bool(norm_adv_by_std_in_grpo),
+        advantage_estimator=_estimator(adv_estimator, compute_advantage_fn),  # type: ignore[arg-type]
+        grpo_std_normalization=norm_adv_by_std_in_grpo,
         rollout_reward="shared",
         shared_reward_tolerance=_CLOSE,
         group_fallback="error",
@@ -206,97 +212,24 @@ def compute_rollout_level_advantage(
             norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
             config=config,
         )
-        values = _rollout_values(computed, result)
+        values = rollout_values(computed, result)
     for key, value in values.items():
         rows = value[result.index.row_rollout]
         batch.batch[key] = rows[:, None] * mask.to(rows.dtype)
-    return batch, _counts(result)
+    return batch, rollout_counts(result)
 
 
-def _refuse_missing(ids: IdColumn | None) -> None:
-    if ids is not None and ids.missing is not None:
-        rows = torch.nonzero(ids.missing)[:, 0].tolist()
-        raise _bad_batch(f"rollout id of {format_rows(rows)}", "None", "an id on every row", rows)
-
-
-def _count(num_trained_rows: int | None, divisor: str | None, rollouts: int) -> int:
-    if num_trained_rows is not None and num_trained_rows < 1:
-        got, expected = f"num_trained_rows={num_trained_rows}", "at least 1"
-    elif divisor not in (None, "trained_rows", "rollouts"):
-        got, expected = f"divisor={divisor!r}", "'trained_rows' or 'rollouts'"
-    elif divisor == "trained_rows" and num_trained_rows is None:
-        got, expected = "divisor='trained_rows' without num_trained_rows", "the number of rows"
-    else:
-        return rollouts if divisor == "rollouts" or num_trained_rows is None else num_trained_rows
+def _estimator(adv_estimator: Any, compute_advantage_fn: Any) -> str:
+    """Ours of verl's estimator; any one where verl computes the advantages."""
+    name = getattr(adv_estimator, "value", adv_estimator)
+    known = isinstance(name, str) and name in _ESTIMATORS
+    if callable(compute_advantage_fn) or (known and compute_advantage_fn is None):
+        return _ESTIMATORS[name] if known else "grpo"
+    function = "" if compute_advantage_fn is None else f" with compute_advantage_fn={shown(compute_advantage_fn)}"
     raise ConfigError(
-        "normalize_advantages_by_rollout",
-        got=got,
-        expected=expected,
-        reason="the advantages are divided by it",
-        remedy="pass num_trained_rows=len(batch), or divisor='rollouts'",
-    )
-
-
-def _columns(batch: Any) -> RolloutColumns:
-    ids = _field(batch.non_tensor_batch, "rollout_id_list", "non_tensor_batch")
-    uid = batch.non_tensor_batch.get("uid")
-    if uid is None:
-        uid = _field(batch.non_tensor_batch, "data_id_list", "non_tensor_batch")
-        batch.non_tensor_batch["uid"] = uid
-    mask = _field(batch.batch, "response_mask", "batch")
-    rewards = _field(batch.batch, "token_level_rewards", "batch")
-    columns = RolloutColumns(
-        group=list(uid),
-        rollout=list(ids),
-        reward=rewards.detach().to(torch.float64).sum(dim=-1),
-        trainable_tokens=(mask != 0).sum(dim=-1),
-    )
-    _refuse_missing(columns.rollout)
-    return columns
-
-
-def _field(fields: Any, name: str, where: str) -> Any:
-    value = fields[name] if name in fields.keys() else None  # noqa: SIM118  # a TensorDict is no plain mapping
-    if value is None:
-        raise _bad_batch(f"{name} in {where}", "no such field", "one entry per row")
-    return value
-
-
-def _rollout_values(computed: Any, result: NormalizedRewards) -> dict[str, Tensor]:
-    """What the estimator gave each rollout's row, as one number ``[R]`` per field."""
-    mask = computed.batch["response_mask"].bool()
-    first = mask.to(torch.uint8).argmax(dim=-1, keepdim=True)
-    values = {}
-    for name in ("advantages", "returns"):
-        if name not in computed.batch.keys():  # noqa: SIM118
-            continue
-        tokens = computed.batch[name]
-        scalars = tokens.gather(1, first)
-        differs = (mask & ~torch.isclose(tokens, scalars)).any(dim=-1)
-        if bool(differs.any()):
-            rows = result.mainstream_rows[differs].tolist()
-            raise _bad_batch(f"{name} of {format_rows(rows)}", "values that differ between tokens", "one value", rows)
-        values[name] = scalars[:, 0].masked_fill(~mask.any(dim=-1), 0.0)
-    return values
-
-
-def _counts(result: NormalizedRewards) -> dict[str, int]:
-    fan_out = torch.bincount(result.index.row_rollout, minlength=result.index.num_rollouts)
-    prefix = "training/rollout_level_advantage"
-    return {
-        f"{prefix}/n_rows": result.index.num_rows,
-        f"{prefix}/n_rollouts": result.index.num_rollouts,
-        f"{prefix}/n_multi_row_rollouts": int((fan_out > 1).sum()),
-        f"{prefix}/max_rows_per_rollout": int(fan_out.max()),
-    }
-
-
-def _bad_batch(subject: str, got: str, expected: str, rows: Sequence[int] = ()) -> SampleError:
-    return SampleError(
-        subject,
-        got=got,
-        expected=expected,
-        reason="rows are put together into rollouts, and rollouts into prompt groups, by their ids",
-        remedy="pass the batch that Agent Lightning's rollout adapter made, response_mask and rewards filled in",
-        rows=rows,
+        "algorithm.adv_estimator",
+        got=shown(name) + function,
+        expected=f"{', '.join(_ESTIMATORS)}; or a function that computes another",
+        reason="verl's other estimators whiten, discount or need a critic",
+        remedy="choose one of these, or pass compute_advantage_fn=verl.trainer.ppo.ray_trainer.compute_advantage",
     )

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from miles_norm.columns.sample_columns import row_field
 from miles_norm.conversion import train_data_from_result
-from miles_norm.errors import ConfigError, SampleError
+from miles_norm.errors import ConfigError, SampleError, shown
 from miles_norm.integrations.miles_checks import (
     check_indices,
     flat_samples,
@@ -27,6 +26,9 @@ from miles_norm.integrations.miles_checks import (
     warn_of_trainers_without_mask_sums,
 )
 from miles_norm.integrations.miles_flags import LOSS_CONFIG_VARIABLE, loss_settings, normalization_settings
+from miles_norm.integrations.miles_masks import joined_masks
+from miles_norm.integrations.token_fields import check_token_fields
+from miles_norm.loss.checks import described, is_dense
 from miles_norm.loss.tokens import trained_values
 from miles_norm.normalize import normalize_rewards
 from miles_norm.result import NormalizedRewards
@@ -84,7 +86,8 @@ def convert_samples_to_train_data(args: Any, samples: Sequence[Any]) -> dict[str
     Raises:
         ConfigError: settings that conflict; a multi-LoRA step or ``--use-dynamic-global-batch-size``, which need the
             metadata.
-        SampleError: no samples, nested ones, rows without an integer ``index``, or no rollout that counts.
+        SampleError: no samples, nested ones, rows without an ``index`` that int64 holds, tokens that are no token ids,
+            log-probs that are no finite numbers, or no rollout that counts; all rows are named.
         MilesNormError: whatever ``miles_norm.convert_samples_to_train_data`` raises.
 
     >>> from types import SimpleNamespace
@@ -97,6 +100,7 @@ def convert_samples_to_train_data(args: Any, samples: Sequence[Any]) -> dict[str
     rows = flat_samples(samples)
     refuse_steps_with_metadata(args, rows)
     check_indices(rows)
+    check_token_fields(rows)
     result = normalize_rewards(rows, normalization_settings(args))
     warn_of_trainers_without_mask_sums(result)
     raw = {"raw_reward": _raw_rewards(result)}
@@ -131,29 +135,33 @@ def pg_loss_reducer(
 
     Raises:
         ConfigError: another aggregation; ``--calculate-per-token-loss``; no file.
-        SampleError: of the reducer, for losses of another number of tokens, as context-parallel ranks have them.
+        SampleError: masks that are not one tensor per row of the length of its response, or, on the CPU, have entries
+            other than 0 and 1, all rows named; of the reducer, losses of another number of tokens, as context-parallel
+            ranks have them, or NaN on a trainable token.
 
     Other aggregations: ``rollout_mean`` is the trainer's own, without this flag; ``token_mean`` is
     ``--calculate-per-token-loss``. ``sample_mean``, ``rollout_row_mean`` and ``prompt_mean`` divide by rows or groups
     of the whole step, and a reducer sees one micro-batch.
     """
     config = loss_settings()
-    if calculate_per_token_loss or config.aggregation != "constant":
+    if calculate_per_token_loss is not False or config.aggregation != "constant":
+        flag = "" if calculate_per_token_loss is True else f" {shown(calculate_per_token_loss)}"
+        per_token = "" if calculate_per_token_loss is False else f" with --calculate-per-token-loss{flag}"
         raise ConfigError(
             f"aggregation in the file of {LOSS_CONFIG_VARIABLE}",
-            got=f"{config.aggregation!r}" + (" with --calculate-per-token-loss" if calculate_per_token_loss else ""),
+            got=f"{config.aggregation!r}{per_token}",
             expected="'constant', without --calculate-per-token-loss",
             reason="a reducer sees the tokens of one micro-batch, so that it can divide by a constant and nothing else",
             remedy="for rollout_mean leave --custom-pg-loss-reducer-function-path away, for token_mean give "
             "--calculate-per-token-loss instead; no other aggregation can be had here",
         )
-    mask, divisor = torch.cat(list(loss_masks)), float(config.max_tokens or 1)
+    mask, divisor = joined_masks(loss_masks, response_lengths), float(config.max_tokens or 1)
 
     def reduce(losses: Tensor) -> Tensor:
-        if losses.shape != mask.shape:
+        if not is_dense(losses) or losses.shape != mask.shape:
             raise SampleError(
                 "token losses of a micro-batch",
-                got=f"shape {list(losses.shape)}",
+                got=f"shape {list(losses.shape)}" if is_dense(losses) else described(losses),
                 expected=f"{list(mask.shape)}, one per response token",
                 reason="with context parallelism a rank has a part of each response, and the masks of all of it",
                 remedy="use this reducer without context parallelism",

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from miles_norm.columns.ids import plain_id
-from miles_norm.columns.sample_columns import flatten_samples, row_field
+from miles_norm.columns.sample_columns import flatten_samples, plain_rows, row_field
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import ConfigError, SampleError, format_rows, shown
+from miles_norm.integrations.miles_flags import trainer_flags
+from miles_norm.loss.checks import is_whole
 from miles_norm.result import NormalizedRewards
 
 __all__ = [
@@ -29,11 +31,16 @@ __all__ = [
 _SHARDING_MODULES: Final = ("miles.ray.rollout.train_data_conversion", "miles.ray.rollout", "slime.ray.rollout")
 """Where the trainers convert samples and cut the columns into shards."""
 
+_NEEDING_METADATA: Final = {
+    "multi_lora_n_adapters": "--multi-lora-n-adapters",
+    "use_dynamic_global_batch_size": "--use-dynamic-global-batch-size",
+}
+
 logger = logging.getLogger("miles_norm")
 
 
 def flat_samples(samples: Any) -> list[Any]:
-    """The samples of a hook; nested ones and none are refused."""
+    """The samples of a hook; nested ones, none, and what has no reward are refused."""
     rows, sizes, _ = flatten_samples(samples)
     if sizes is not None:
         raise SampleError(
@@ -51,7 +58,7 @@ def flat_samples(samples: Any) -> list[Any]:
             reason="the trainer cannot take a step without a row",
             remedy="check what the rollout function returned, and that its filters left something",
         )
-    return rows
+    return plain_rows(rows)
 
 
 def refuse_settings_that_remove_rows(config: NormalizationConfig) -> None:
@@ -79,11 +86,12 @@ def refuse_settings_that_remove_rows(config: NormalizationConfig) -> None:
 def refuse_steps_with_metadata(args: Any, rows: list[Any]) -> None:
     """Steps whose train data holds something that the convert hook is not given."""
     adapters = [n for n, adapter in enumerate(row_field(rows, "adapter")) if adapter is not None]
+    flags = trainer_flags(args, _NEEDING_METADATA)
     found = []
-    if adapters or bool(getattr(args, "multi_lora_n_adapters", 0)):
+    if adapters or flags.get("multi_lora_n_adapters"):
         with_adapter = f" ({format_rows(adapters)} with an adapter)" if adapters else ""
         found.append(f"a multi-LoRA step, --multi-lora-n-adapters{with_adapter}")
-    if getattr(args, "use_dynamic_global_batch_size", False):
+    if flags.get("use_dynamic_global_batch_size"):
         found.append("--use-dynamic-global-batch-size")
     if found:
         raise ConfigError(
@@ -98,21 +106,25 @@ def refuse_steps_with_metadata(args: Any, rows: list[Any]) -> None:
 
 
 def check_indices(rows: list[Any]) -> None:
-    """Rows without an integer ``index``."""
+    """Rows without an ``index`` that int64 holds; 3.0 and a tensor of 3 are the index 3, as of any id."""
     indices = row_field(rows, "index")
-    bad = [n for n, index in enumerate(indices) if not isinstance(plain_id(index), int)]
+    bad = [n for n, index in enumerate(indices) if not _is_int64(plain_id(index))]
     if bad:
         raise SampleError(
             f"index of {format_rows(bad)}",
             got=", ".join(shown(indices[n]) for n in bad[:5]),
-            expected="an integer on every row",
+            expected="an integer of int64 on every row",
             reason="the trainer packs sample_indices as int64, and index names the rollout of a row without rollout_id",
             remedy="set Sample.index where the sample is made; siblings share it",
             rows=bad,
         )
 
 
-def warn_of_rows_left_out(result: NormalizedRewards, kept: Tensor, step_size: int | None) -> None:
+def _is_int64(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def warn_of_rows_left_out(result: NormalizedRewards, kept: Tensor, step_size: Any) -> None:
     """Name the rollouts that the train data is without.
 
     Raises:
@@ -133,7 +145,7 @@ def warn_of_rows_left_out(result: NormalizedRewards, kept: Tensor, step_size: in
     text = f"{int((~kept).sum())} of {len(kept)} rows are left out of the train data"
     if excluded:
         text += f", those of {format_rows(excluded, 'rollout')}; {left} rollouts are left"
-    if step_size and left % step_size:
+    if is_whole(step_size, low=1) and left % step_size:
         text += f", no multiple of --global-batch-size {step_size}: the trainer drops what does not fill a step"
     logger.warning(text)
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any, Final
 
 from miles_norm.config import LossConfig, NormalizationConfig
-from miles_norm.errors import ConfigError
+from miles_norm.errors import ConfigError, shown
 
-__all__ = ["CONFIG_VARIABLE", "FLAGS", "LOSS_CONFIG_VARIABLE", "loss_settings", "normalization_settings"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "FLAGS",
+    "LOSS_CONFIG_VARIABLE",
+    "loss_settings",
+    "normalization_settings",
+    "trainer_flags",
+]
 
 CONFIG_VARIABLE: Final = "MILES_NORM_CONFIG"
 """Environment variable that names a YAML file of ``NormalizationConfig``."""
@@ -28,7 +36,7 @@ FLAGS: Final = {
 """The settings that the trainer has too, under the same names in ``args``, and the flag of each."""
 
 _AS_GRPO: Final = {"cispo": "grpo"}
-"""Losses that slime names as estimators, and the estimator of their advantages."""
+"""Losses that slime's --advantage-estimator names, and the estimator of their advantages. Miles' flag has none."""
 
 _TAKES_REWARDS: Final = ("grpo", "gspo", "cispo")
 """Values of --advantage-estimator under which the trainer gives each row's reward to its tokens, unchanged."""
@@ -44,11 +52,13 @@ def normalization_settings(args: Any) -> NormalizationConfig:
 
     Flags that ``args`` lacks take the defaults of ``NormalizationConfig``; without any of them there is a warning. The
     file may set whatever is no flag. An estimator that the trainer has no flag for (``rloo``, ``opo``, ...) goes with
-    ``--advantage-estimator`` grpo, gspo or cispo, under which the trainer takes the rewards as they come.
+    ``--advantage-estimator`` grpo or gspo, and with slime's cispo, under which the trainer takes the rewards as they
+    come.
 
     Raises:
-        ConfigError: the file and the flags give different values, all of them named; whitening; a setting that
-            ``NormalizationConfig`` refuses; a file that cannot be read.
+        ConfigError: a flag that is neither text nor a number nor a switch; the file and the flags give different
+            values, all of them named; whitening; a setting that ``NormalizationConfig`` refuses; a file that cannot be
+            read.
     """
     flags = _flags(args)
     path = os.environ.get(CONFIG_VARIABLE)
@@ -87,9 +97,31 @@ def loss_settings() -> LossConfig:
     return LossConfig.from_yaml(path)
 
 
+def trainer_flags(args: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Those of the flags that ``args`` has; None and an empty text are no value.
+
+    Args:
+        args: The trainer's.
+        names: The flag of each attribute, for the message.
+
+    Raises:
+        ConfigError: values that no command line gives, such as lists; all of them are named.
+    """
+    flags = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    odd = [name for name, value in flags.items() if not isinstance(value, str | bool | int | float)]
+    if odd:
+        raise ConfigError(
+            f"args.{', args.'.join(odd)}",
+            got=", ".join(f"{shown(flags[name])} for {names[name]}" for name in odd),
+            expected="what the trainer's own command line gives: a text, a number or a switch",
+            reason="the advantages have to follow the flags that the trainer follows",
+            remedy="pass the trainer's own args",
+        )
+    return {name: value for name, value in flags.items() if value != ""}
+
+
 def _flags(args: Any) -> dict[str, Any]:
-    flags = {name: getattr(args, name, None) for name in FLAGS}
-    present = {name: value for name, value in flags.items() if value is not None and value != ""}
+    present = trainer_flags(args, FLAGS)
     if not present:
         logger.warning(
             "args has none of the flags %s, so every setting has its default (%r); pass the trainer's own args",
@@ -110,7 +142,7 @@ def _refuse_conflicts(flags: dict[str, Any], file: dict[str, Any], path: str | N
             f"{CONFIG_VARIABLE}={path} and the trainer's flags",
             got="; ".join(conflicts),
             expected="one value for each; an estimator that the trainer does not know, with --advantage-estimator "
-            f"{', '.join(_TAKES_REWARDS)}",
+            "grpo or gspo, of slime also cispo",
             reason="the trainer goes by the flag and the advantages by the file",
             remedy="remove the setting from the file, or change the flag",
         )

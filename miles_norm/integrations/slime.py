@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import torch
-
-from miles_norm.errors import SampleError, format_rows
+from miles_norm.errors import ConfigError, SampleError, format_rows, shown
+from miles_norm.integrations.slime_columns import finite_numbers, kl_rows, rank_columns
+from miles_norm.loss.checks import is_number
 
 __all__ = ["check_rollout_data", "compute_advantages"]
 
@@ -33,7 +33,9 @@ def compute_advantages(args: Any, rollout_data: MutableMapping[str, Any]) -> Non
             ``advantages`` and ``returns`` are written, float32, one tensor per row.
 
     Raises:
-        SampleError: what ``check_rollout_data`` raises.
+        ConfigError: ``--kl-coef`` that is no number from 0 on.
+        SampleError: what ``check_rollout_data`` raises; rewards or KL that are missing, of another number of rows, or
+            NaN or infinite. All rows are named.
 
     >>> import torch
     >>> data = {"rewards": [0.5, -0.5], "kl": [torch.zeros(2), torch.ones(1)], "rollout_ids": [0, 1],
@@ -42,12 +44,19 @@ def compute_advantages(args: Any, rollout_data: MutableMapping[str, Any]) -> Non
     >>> [row.tolist() for row in data["advantages"]]
     [[0.5, 0.5], [-0.75]]
     """
-    _check(rollout_data)
-    coefficient = float(getattr(args, "kl_coef", 0.0))
-    advantages = [
-        reward - coefficient * kl.float()
-        for reward, kl in zip(rollout_data["rewards"], rollout_data["kl"], strict=True)
-    ]
+    coefficient = getattr(args, "kl_coef", 0.0)
+    if not is_number(coefficient, 0):
+        raise ConfigError(
+            "--kl-coef",
+            got=shown(coefficient),
+            expected="a finite number from 0 on",
+            reason="the KL of each token is multiplied by it and taken from the advantage",
+            remedy="set --kl-coef, 0 for no penalty",
+        )
+    columns = _check(rollout_data, "", "rewards", "kl")
+    rewards = finite_numbers("rewards", columns["rewards"])
+    rows = kl_rows(columns["kl"])
+    advantages = [reward - float(coefficient) * kl for reward, kl in zip(rewards, rows, strict=True)]
     rollout_data["advantages"] = advantages
     rollout_data["returns"] = list(advantages)
 
@@ -64,40 +73,35 @@ def check_rollout_data(args: Any, rollout_id: int, rollout_data: Mapping[str, An
         rollout_data: A rank's share of the batch.
 
     Raises:
-        SampleError: ``rollout_mask_sums`` did not reach the trainer; a sum that differs between rows of one rollout or
-            is below the tokens of its rows here (of the row alone where ``rollout_ids`` did not come). All rows are
+        SampleError: ``rollout_mask_sums`` did not reach the trainer; a sum that is no whole number, differs between
+            rows of one rollout or is below the tokens of its rows here (of the row alone where ``rollout_ids`` did not
+            come); columns of different lengths, rows without an id, masks with entries other than 0 and 1. All rows are
             named.
     """
-    _check(rollout_data, f" in step {rollout_id}")
+    _check(rollout_data, f" in step {shown(rollout_id)}")
 
 
-def _check(data: Mapping[str, Any], step: str = "") -> None:
-    reason = "the loss of a rollout is divided by the trainable tokens of all of its rows"
-    if data.get("rollout_mask_sums") is None:
-        raise SampleError(
-            f"rollout data of the trainer{step}",
-            got="no rollout_mask_sums",
-            expected="one entry per row",
-            reason=reason,
-            remedy="use a slime that shards this column, and a conversion that returns it: slime's own, or "
-            "miles_norm.integrations.miles.convert_samples_to_train_data",
-        )
-    sums = [int(value) for value in data["rollout_mask_sums"]]
-    ids = data.get("rollout_ids") or range(len(sums))
+def _check(data: Any, step: str, *more: str) -> dict[str, list[Any]]:
+    columns = rank_columns(data, step, more)
+    ids, sums, counts = columns["rollout_ids"], columns["rollout_mask_sums"], columns["tokens"]
     first: dict[Any, int] = {}
     tokens: dict[Any, int] = {}
-    for rollout, value, mask in zip(ids, sums, data["loss_masks"], strict=True):
+    for rollout, value, count in zip(ids, sums, counts, strict=True):
         first.setdefault(rollout, value)
-        tokens[rollout] = tokens.get(rollout, 0) + int(torch.as_tensor(mask).sum())
-    found = list(zip(ids, sums, strict=True))
-    bad = [row for row, (rollout, value) in enumerate(found) if not value == first[rollout] >= tokens[rollout]]
+        tokens[rollout] = tokens.get(rollout, 0) + count
+    bad = [
+        row
+        for row, (rollout, value) in enumerate(zip(ids, sums, strict=True))
+        if not value == first[rollout] >= tokens[rollout]
+    ]
     if bad:
         raise SampleError(
             f"rollout_mask_sums of {format_rows(bad)} of this rank{step}",
-            got=", ".join(f"{found[row][1]} for rollout {found[row][0]}" for row in bad[:10]),
+            got=", ".join(f"{sums[row]} for rollout {ids[row]}" for row in bad[:10]),
             expected="the same on all rows of a rollout, and no less than the tokens that its rows have here: "
-            + ", ".join(str(tokens[found[row][0]]) for row in bad[:10]),
-            reason=reason,
+            + ", ".join(str(tokens[ids[row]]) for row in bad[:10]),
+            reason="the loss of a rollout is divided by the trainable tokens of all of its rows",
             remedy="look for what changes masks or ids after conversion; rollout_mask_sums has to follow",
             rows=bad,
         )
+    return columns

@@ -17,8 +17,9 @@ from trl import GRPOTrainer
 
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import LossConfig, NormalizationConfig
+from miles_norm.integrations.padded import trainable_tokens
 from miles_norm.integrations.trl_config import check_loss_type, divided_by, normalization_settings
-from miles_norm.integrations.trl_rows import PADDING, ROLLOUT, check_row_counts, fill_rows, number_rollouts
+from miles_norm.integrations.trl_rows import PADDING, ROLLOUT, check_output, fill_rows, number_rollouts, padding_rows
 from miles_norm.loss import loss_weights
 from miles_norm.normalize import normalize_columns
 from miles_norm.result import NormalizedRewards
@@ -59,7 +60,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
     Raises:
         ConfigError: ``loss_type="bnpo"``, ``scale_rewards="batch"``, or arguments that contradict
             ``normalization_config``.
-        SampleError: while training, a rollout function that returns another number of rows than it was given prompts.
+        SampleError: while training, a rollout function that returns another number of rows than it was given prompts,
+            and what else ``check_output`` refuses.
         MilesNormError: while training, whatever ``normalize_columns`` raises; TRL's None is an unscored row, of which
             ``missing_reward`` decides.
     """
@@ -89,7 +91,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         @functools.wraps(rollout_func)
         def checked(prompts: list[Any], trainer: Any) -> Any:
             output = rollout_func(prompts, trainer)
-            check_row_counts(output, len(prompts))
+            check_output(output, len(prompts))
             self._of_rollout_func = output
             return output
 
@@ -106,7 +108,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._of_rollout_func = {}
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"] * output.get("tool_mask", 1)
-        result = self.normalized_rewards = self._normalize((mask != 0).sum(dim=1))
+        result = self.normalized_rewards = self._normalize(trainable_tokens("env_mask", mask).sum(dim=1))
         weights = loss_weights(result, self.loss_config)
         factor = divided_by(self.loss_type, result.columns.trainable_tokens, self.max_completion_length)
         if self.model.training and (
@@ -127,7 +129,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         start = self.accelerator.process_index * rows
         of_function = self._of_rollout_func
         rollout = number_rollouts(of_function.get(ROLLOUT), [(start + row) // size for row in range(rows)])
-        padding = [False] * rows if of_function.get(PADDING) is None else [bool(flag) for flag in of_function[PADDING]]
+        padding = padding_rows(of_function.get(PADDING), rows)
         given = torch.tensor([rollout, self._truncated, padding], dtype=torch.int64, device=device).T
         given[:, 0] += start
         of_rows = self.accelerator.gather(torch.cat([given, local_tokens[:, None]], dim=1))

@@ -10,70 +10,22 @@ Importing this module registers the names: verl 0.9.1 does so by itself (entry p
 
 from __future__ import annotations
 
-import functools
-import logging
-import re
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
 
-from miles_norm.columns.ids import plain_id
 from miles_norm.columns.rollout_columns import RolloutColumns
-from miles_norm.errors import SampleError, format_rows
-from miles_norm.integrations.verl_config import ADVANTAGES, WEIGHTED, VerlSettings
-from miles_norm.loss import clipped_loss, loss_weights, reduce_token_losses, scale_advantages
+from miles_norm.integrations.padded import check_values, trainable_tokens
+from miles_norm.integrations.verl_config import ADVANTAGES, WEIGHTED, VerlSettings, policy_loss_settings
+from miles_norm.integrations.verl_uids import RolloutUid, rollout_uids, uids_of_rows
+from miles_norm.loss import clipped_loss, loss_weights, scale_advantages
+from miles_norm.loss.tokens import trained_values
 from miles_norm.normalize import normalize_columns
 from miles_norm.result import NormalizedRewards
 
 __all__ = ["RolloutUid", "rollout_advantages", "rollout_uids", "weighted_advantages", "weighted_policy_loss"]
-
-# What verl fills a batch up with has uids of its own, and no trainable token.
-_PADDING_UID = re.compile("pad[0-9a-f]{32}")
-
-logger = logging.getLogger("miles_norm")
-
-
-class RolloutUid(str):
-    """The uid of a prompt that also says which rollout the row belongs to.
-
-    verl hands an estimator nothing of a row but its uid. To all of verl this is the prompt's uid, since it compares and
-    hashes as the string: groups, filters and metrics do not change.
-
-    >>> uid = RolloutUid("9f2c", 3)
-    >>> uid == "9f2c", uid.rollout
-    (True, 3)
-    """
-
-    rollout: Hashable
-
-    def __new__(cls, prompt: str, rollout: Hashable) -> RolloutUid:
-        """``rollout`` is unique within the prompt."""
-        uid = super().__new__(cls, prompt)
-        uid.rollout = rollout
-        return uid
-
-    def __getnewargs__(self) -> tuple[str, Hashable]:  # type: ignore[override]
-        return str(self), self.rollout
-
-
-def rollout_uids(prompts: Iterable[str], rollouts: Iterable[Hashable]) -> np.ndarray[Any, Any]:
-    """The column ``uid`` for rows of several rollouts: ``data.non_tensor_batch["uid"] = rollout_uids(...)``.
-
-    Args:
-        prompts: The prompt's uid of each row.
-        rollouts: The rollout's id of each row, unique within its prompt; None for a row that is a rollout of its own.
-
-    >>> rollout_uids(["p", "p"], [0, 1])
-    array(['p', 'p'], dtype=object)
-    """
-    return np.array(
-        [RolloutUid(uid, plain_id(rollout)) for uid, rollout in zip(prompts, rollouts, strict=True)], dtype=object
-    )
 
 
 @register_adv_est(ADVANTAGES)
@@ -94,8 +46,9 @@ def rollout_advantages(
 
     Raises:
         ConfigError: see ``VerlSettings``.
-        SampleError: no uids, uids of which only some name a rollout, or more rows with a plain uid than a prompt has
-            rollouts.
+        SampleError: rewards and a mask of different shapes, mask entries other than 0 and 1, no uids or another number
+            of them, uids of which only some name a rollout, or more rows with a plain uid than a prompt has rollouts.
+            All rows are named.
         MilesNormError: whatever ``normalize_columns`` raises.
     """
     settings = VerlSettings(config, weighted=False)
@@ -159,16 +112,18 @@ def weighted_policy_loss(
 
     Returns:
         The loss of the micro-batch, and verl's metrics of it.
+
+    Raises:
+        ConfigError: clip ratios that are none.
+        SampleError: tensors of different shapes; on the CPU also NaN or an infinite value on a trainable token and mask
+            entries other than 0 and 1, all rows named.
     """
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-    losses, metrics = clipped_loss(
-        log_prob, old_log_prob, advantages, response_mask, clip=(low, high), dual_clip=config.get("clip_ratio_c", 3.0)
-    )
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
-    total = reduce_token_losses(losses, losses.new_ones(len(losses)), response_mask)
-    return total * config.global_batch_info.get("dp_size", 1), {
+    clip, dual_clip, data_parallel = policy_loss_settings(config)
+    losses, metrics = clipped_loss(log_prob, old_log_prob, advantages, response_mask, clip=clip, dual_clip=dual_clip)
+    if rollout_is_weights is None:
+        rollout_is_weights = torch.ones_like(losses)
+    losses, weights = trained_values(response_mask, losses=losses, weights=rollout_is_weights)
+    return (losses * weights).sum() * data_parallel, {
         "actor/pg_clipfrac": metrics["clip_fraction"].item(),
         "actor/ppo_kl": metrics["kl"].item(),
         "actor/pg_clipfrac_lower": metrics["dual_clip_fraction"].item(),
@@ -176,62 +131,14 @@ def weighted_policy_loss(
 
 
 def _normalize(rewards: Tensor, mask: Tensor, index: Any, settings: VerlSettings) -> NormalizedRewards:
-    if index is None:
-        raise SampleError(
-            "uid",
-            got="no such column in data.non_tensor_batch",
-            expected="the uid of each row's prompt",
-            reason="advantages are relative to the other rollouts of the prompt",
-            remedy='set data.non_tensor_batch["uid"], for rollouts of several rows to rollout_uids(...)',
-        )
-    uids = list(index)
-    padding = [_PADDING_UID.fullmatch(uid) is not None if isinstance(uid, str) else False for uid in uids]
+    keep = trainable_tokens("response_mask", mask)
+    check_values("token_level_rewards", rewards, keep)
+    uids = uids_of_rows(index, len(keep))
     columns = RolloutColumns(
-        group=uids,
-        rollout=_rollouts(uids, padding, settings.normalization.n_samples_per_prompt),
+        group=uids.prompts,
+        rollout=uids.rollouts(settings.normalization.n_samples_per_prompt),
         reward=rewards.to(torch.float64).sum(dim=-1),
-        trainable_tokens=(mask != 0).sum(dim=-1),
-        padding=padding if any(padding) else None,
+        trainable_tokens=keep.sum(dim=-1),
+        padding=uids.padding if any(uids.padding) else None,
     )
     return normalize_columns(columns, settings.normalization)
-
-
-def _rollouts(uids: Sequence[Any], padding: Sequence[bool], n: int | None) -> list[Hashable] | None:
-    """The rollout of each row; None if no uid says one."""
-    plain = [row for row, uid in enumerate(uids) if not isinstance(uid, RolloutUid) and not padding[row]]
-    if plain and len(plain) < len(uids) - sum(padding):
-        raise SampleError(
-            f"uid of {format_rows(plain)}",
-            got="no rollout, while other rows have one",
-            expected="a RolloutUid on every row, or on none",
-            reason="a row without one would be a rollout of its own",
-            remedy="make the column with rollout_uids(...)",
-            rows=plain,
-        )
-    if not plain:
-        # The same ids are used for every prompt.
-        return [None if (rollout := getattr(uid, "rollout", None)) is None else (str(uid), rollout) for uid in uids]
-    if n is None:
-        _warn_of_plain_uids()
-        return None
-    counts = Counter(uids[row] for row in plain)
-    extra = [row for row in plain if counts[uids[row]] > n]
-    if extra:
-        raise SampleError(
-            f"uid of {format_rows(extra)}",
-            got=f"up to {max(counts.values())} rows of one prompt, and no rollout ids",
-            expected=f"at most rollout.n={n} rows with a plain uid, since each is then a rollout",
-            reason="siblings would be counted as rollouts",
-            remedy="with verl's v1 trainer set VERL_USE_EXTERNAL_MODULES=miles_norm.integrations.verl_v1 in its "
-            'environment; in a trainer of your own set data.non_tensor_batch["uid"] to rollout_uids(...)',
-            rows=extra,
-        )
-    return None
-
-
-@functools.cache
-def _warn_of_plain_uids() -> None:
-    logger.warning(
-        "the uids name no rollouts, and rollout.n is not at hand to compare with: each row counts as a rollout; "
-        "if rollouts have several rows, make the column uid with rollout_uids(...)"
-    )

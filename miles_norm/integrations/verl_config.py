@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from omegaconf import Container, OmegaConf
 
 from miles_norm.config import PASS_THROUGH_ESTIMATORS, LossConfig, NormalizationConfig
 from miles_norm.errors import ConfigError, shown
+from miles_norm.loss.checks import is_whole
 
-__all__ = ["ADVANTAGES", "SUMMED_LOSSES", "WEIGHTED", "VerlSettings"]
+__all__ = ["ADVANTAGES", "SUMMED_LOSSES", "WEIGHTED", "VerlSettings", "policy_loss_settings"]
 
 ADVANTAGES: Final = "miles_norm"
 """The estimator of plain advantages; verl's loss stays as it is."""
@@ -47,17 +49,26 @@ class VerlSettings:
     """
 
     def __init__(self, algorithm: Any, *, weighted: bool) -> None:
+        if algorithm is not None and not hasattr(algorithm, "get"):
+            raise ConfigError(
+                "config of an estimator",
+                got=f"a value of type {type(algorithm).__name__}",
+                expected="verl's config.algorithm, or None",
+                reason="the settings of advantages stand there, and others would be taken in silence",
+                remedy="pass config=config.algorithm to compute_advantage",
+            )
         self._root = algorithm._get_root() if isinstance(algorithm, Container) else None
         given = _given(algorithm)
         flags = {"grpo_std_normalization": None if algorithm is None else algorithm.get("norm_adv_by_std_in_grpo")}
         flags["n_samples_per_prompt"] = self._trainer("actor_rollout_ref.rollout.n")
-        self.normalization = NormalizationConfig(**_agreeing(flags, given.get("normalization") or {}))
-        self.loss = LossConfig(**(given.get("loss") or {}))
+        self.normalization = NormalizationConfig(**_agreeing(flags, given.get("normalization", {})))
+        self.loss = LossConfig(**given.get("loss", {}))
         _refuse_what_verl_lacks(self.normalization)
-        if algorithm is not None and algorithm.get("use_kl_in_reward"):
+        kl_in_reward = None if algorithm is None else algorithm.get("use_kl_in_reward")
+        if kl_in_reward is not None and kl_in_reward is not False:
             raise ConfigError(
                 "algorithm.use_kl_in_reward",
-                got="True",
+                got=shown(kl_in_reward),
                 expected="False",
                 reason="the KL penalty of each row's tokens is then in its reward, so that siblings differ and the "
                 "advantage is no longer one of outcomes",
@@ -105,25 +116,58 @@ class VerlSettings:
             )
 
 
+def policy_loss_settings(config: Any) -> tuple[tuple[Any, Any], Any, int]:
+    """What verl's ``ActorConfig`` says to the clipped loss: the two clip ratios, the second clip, and the data-parallel
+    ranks. The ratios are checked by the loss.
+
+    Raises:
+        ConfigError: another config, or a number of ranks that is none.
+    """
+    info = getattr(config, "global_batch_info", None)
+    ranks: Any = info.get("dp_size", 1) if isinstance(info, Mapping) else None
+    if not hasattr(config, "get") or not is_whole(ranks, low=1):
+        raise ConfigError(
+            f"config of the policy loss {WEIGHTED}",
+            got=f"a value of type {type(config).__name__} with dp_size {shown(ranks)}",
+            expected="verl's ActorConfig, with clip ratios and global_batch_info",
+            reason="the loss is clipped by it, and gradients are averaged over its ranks",
+            remedy="pass config=config.actor_rollout_ref.actor as the dataclass that verl makes of it",
+        )
+    ratio = config.get("clip_ratio")
+    low, high = (config.get(f"clip_ratio_{end}") for end in ("low", "high"))
+    clip = (ratio if low is None else low, ratio if high is None else high)
+    return clip, config.get("clip_ratio_c", 3.0), int(ranks)
+
+
 def _given(algorithm: Any) -> dict[str, Any]:
     given = None if algorithm is None else algorithm.get("miles_norm")
     if isinstance(given, Container):
         given = OmegaConf.to_container(given, resolve=True)
-    known = {"normalization", "loss"}
-    if given is not None and not (isinstance(given, dict) and set(given) <= known):
+    if given is None:
+        return {}
+    wrong = [] if isinstance(given, dict) else [shown(given)]
+    if isinstance(given, dict):
+        known = {name: settings for name, settings in given.items() if name in ("normalization", "loss")}
+        wrong = sorted(map(str, given.keys() - known.keys()))
+        wrong += [f"{name}={shown(each)}" for name, each in known.items() if not isinstance(each, dict | None)]
+    if wrong:
         raise ConfigError(
             "algorithm.miles_norm",
-            got=", ".join(map(str, sorted(set(given) - known))) if isinstance(given, dict) else shown(given),
+            got=", ".join(wrong),
             expected="the mappings normalization and loss, or one of them",
             reason="a setting that is not understood would change the training signal in silence",
             remedy="write for example +algorithm.miles_norm.normalization.rollout_reward=shared",
         )
-    return given or {}
+    return {name: settings or {} for name, settings in known.items()}
 
 
 def _agreeing(flags: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     flags = {name: value for name, value in flags.items() if value is not None}
-    conflicts = [name for name, value in flags.items() if given.get(name, value) != value]
+    conflicts = [
+        name
+        for name, value in flags.items()
+        if name in given and (type(given[name]) is not type(value) or given[name] != value)
+    ]
     if conflicts:
         raise ConfigError(
             "algorithm.miles_norm.normalization",

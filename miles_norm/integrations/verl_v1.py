@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from verl.trainer.ppo.v1 import trainer_base, utils
 
-from miles_norm.errors import SampleError, format_rows
+from miles_norm.columns.ids import entries_of
+from miles_norm.errors import SampleError, format_rows, shown
 from miles_norm.integrations.verl import rollout_uids
 from miles_norm.integrations.verl_config import ADVANTAGES, WEIGHTED
 
@@ -29,27 +30,40 @@ def session_uids(keys: Sequence[str], uids: Sequence[str]) -> np.ndarray[Any, An
     """The uid of each row with the session in its key.
 
     Raises:
-        SampleError: keys of another form, or of another prompt than the uid beside them; all rows are named.
+        SampleError: keys of another form, or of another prompt than the uid beside them, all rows named; another number
+            of uids.
 
     >>> [uid.rollout for uid in session_uids(["p_0_0", "p_0_1", "p_1_0"], ["p", "p", "p"])]
     ['0', '0', '1']
     """
-    parts = [key.rsplit("_", 2) for key in keys]
+    given, prompts = entries_of(keys), entries_of(uids)
+    if given is None or prompts is None or len(given) != len(prompts):
+        counts = ("none" if each is None else len(each) for each in (given, prompts))
+        raise _bad_keys("keys", "{} keys beside {} uids".format(*counts))
+    parts = [
+        key.rsplit("_", 2) if isinstance(key, str) and isinstance(uid, str) else []
+        for key, uid in zip(given, prompts, strict=True)
+    ]
     bad = [
         row
-        for row, (part, uid) in enumerate(zip(parts, uids, strict=True))
+        for row, (part, uid) in enumerate(zip(parts, prompts, strict=True))
         if len(part) != 3 or part[0] != uid or not part[2].isdigit()
     ]
     if bad:
-        raise SampleError(
-            f"keys of {format_rows(bad)}",
-            got=", ".join(f"{keys[row]!r} with uid {uids[row]!r}" for row in bad[:3]),
-            expected="{uid}_{session}_{row}",
-            reason="the key says which rollout a row belongs to",
-            remedy="keep the keys that verl's agent loop manager gives, or set the column uid to rollout_uids(...)",
-            rows=bad,
-        )
+        got = ", ".join(f"{shown(given[row])} with uid {shown(prompts[row])}" for row in bad[:3])
+        raise _bad_keys(f"keys of {format_rows(bad)}", got, bad)
     return rollout_uids([part[0] for part in parts], [part[1] for part in parts])
+
+
+def _bad_keys(subject: str, got: str, rows: Sequence[int] = ()) -> SampleError:
+    return SampleError(
+        subject,
+        got=got,
+        expected="{uid}_{session}_{row} for each row",
+        reason="the key says which rollout a row belongs to",
+        remedy="keep the keys that verl's agent loop manager gives, or set the column uid to rollout_uids(...)",
+        rows=rows,
+    )
 
 
 @functools.wraps(_compute)

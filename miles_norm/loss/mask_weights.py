@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.columns.ids import entries_of, shared_tensor
-from miles_norm.columns.masks import count_mask
+from miles_norm.columns.masks import count_each_mask
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import LossConfig
 from miles_norm.errors import SampleError, format_rows, shown
@@ -74,15 +74,9 @@ def _tokens(masks: Any) -> Tensor:
         if bad:
             raise _bad_masks(", ".join(shown(entries[row]) for row in bad[:10]), bad)
         return torch.tensor(entries, dtype=torch.int64)
-    counts, bad, said = [], [], ""
-    for row, mask in enumerate(entries):
-        try:
-            counts.append(count_mask(mask))
-        except (TypeError, ValueError) as error:
-            bad.append(row)
-            said = said or f"a mask {error}"
-    if bad:
-        raise _bad_masks(said, bad)
+    counts, problems = count_each_mask(entries)
+    if problems:
+        raise _bad_masks(f"a mask {next(iter(problems.values()))}", list(problems))
     device = entries[0].device if isinstance(entries[0], Tensor) else None
     return torch.tensor(counts, dtype=torch.int64, device=device)
 

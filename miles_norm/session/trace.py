@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from miles_norm.errors import ConfigError, MilesNormError, SampleError, format_rows, shown
 from miles_norm.samples import Sample
@@ -72,24 +73,38 @@ def read_completed_rollouts(rollouts: Iterable[Any]) -> list[CompletedRollout]:
         SampleError: rollouts that lack a field or whose values do not fit; all of them are named.
     """
     read, bad, problem = [], [], ""
+    if isinstance(rollouts, str | bytes | Mapping | Tensor | np.ndarray) or not isinstance(rollouts, Iterable):
+        raise _no_rollouts("CompletedRollout", f"a value of type {type(rollouts).__name__}", [])
     for number, rollout in enumerate(rollouts):
         try:
             read.append(_rollout(rollout))
-        except (MilesNormError, KeyError, AttributeError, TypeError, ValueError) as error:
+        except (
+            MilesNormError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:
             bad.append(number)
             got = f"{error.subject}: {error.got}" if isinstance(error, MilesNormError) else f"{error!r:.200}"
             problem = problem or f"{format_rows([number], 'rollout')}: {got}"
     if bad:
-        raise SampleError(
-            f"CompletedRollout: {format_rows(bad, 'item')}",
-            got=problem,
-            expected="rollout_id, data_id, final_reward (a number or None) and triplets with prompt.token_ids, "
-            "response.token_ids and as many response.log_probs",
-            reason="rows and their rollouts are read from these fields",
-            remedy="pass the rollouts as Agent Lightning's rollout manager returns them",
-            rows=bad,
-        )
+        raise _no_rollouts(f"CompletedRollout: {format_rows(bad, 'item')}", problem, bad)
     return read
+
+
+def _no_rollouts(subject: str, got: str, rows: Sequence[int]) -> SampleError:
+    return SampleError(
+        subject,
+        got=got,
+        expected="a list of objects or dicts with rollout_id, data_id, final_reward (a number or None) and triplets "
+        "with prompt.token_ids, response.token_ids and as many response.log_probs, all finite",
+        reason="rows and their rollouts are read from these fields",
+        remedy="pass the rollouts as Agent Lightning's rollout manager returns them",
+        rows=rows,
+    )
 
 
 def trace_rows(rollouts: Iterable[Any], level: TraceLevel = "trajectory") -> TraceRows:
@@ -116,7 +131,7 @@ def trace_rows(rollouts: Iterable[Any], level: TraceLevel = "trajectory") -> Tra
     >>> [(row.tokens.tolist(), row.loss_mask.tolist()) for row in rows.samples], rows.mismatches
     ([([1, 2, 3, 4, 5, 6], [1, 0, 1, 1]), ([9, 7], [1])], 1)
     """
-    if level not in get_args(TraceLevel):
+    if not isinstance(level, str) or level not in get_args(TraceLevel):
         raise ConfigError(
             "trace level",
             got=shown(level),
@@ -203,14 +218,21 @@ def _call(triplet: Any) -> Call:
     response = _field(triplet, "response")
     ids = as_token_ids(response["token_ids"], "response.token_ids").copy()
     given = response.get("log_probs")
-    log_probs = None if given is None else np.array(given, np.float32)
+    log_probs = None if given is None else np.asarray(given)
     if log_probs is not None and log_probs.shape != ids.shape:
         raise ValueError(f"{len(ids)} response tokens and {log_probs.size} log_probs")
+    # As float32 None would become NaN, and text would be parsed.
+    if (
+        log_probs is not None
+        and log_probs.size
+        and not (log_probs.dtype.kind in "iuf" and np.isfinite(log_probs).all())
+    ):
+        raise ValueError("log_probs that are no finite numbers")
     server = (_field(triplet, "metadata", None) or {}).get("server") or {}
     return Call(
         prompt_token_ids=as_token_ids(_field(triplet, "prompt")["token_ids"], "prompt.token_ids").copy(),
         response_token_ids=ids,
-        log_probs=log_probs,
+        log_probs=None if log_probs is None else log_probs.astype(np.float32),
         finish_reason=server.get("finish_reason"),
     )
 

@@ -46,7 +46,7 @@ def odd_rows(rows: Sequence[Any]) -> list[int]:
     # One look per kind of row instead of one per row, wherever that is enough.
     if all(issubclass(kind, list | tuple | bytes | bytearray) for kind in kinds):
         return []
-    if all(issubclass(kind, np.ndarray | Tensor) for kind in kinds) and set(map(_NDIM, rows)) == {1}:
+    if kinds == {np.ndarray} and set(map(_NDIM, rows)) == {1}:
         return []
     return [n for n, row in enumerate(rows) if not _is_row(row)]
 
@@ -55,6 +55,8 @@ _NDIM = attrgetter("ndim")
 
 
 def _is_row(row: Any) -> bool:
+    if isinstance(row, Tensor) and (row.is_nested or row.layout != torch.strided):
+        return False
     if isinstance(row, np.ndarray | Tensor):
         return row.ndim >= 1 and 0 not in row.shape[1:]
     return isinstance(row, list | tuple | bytes | bytearray)

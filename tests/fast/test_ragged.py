@@ -301,3 +301,10 @@ def test_on_a_gpu():
     assert column.select([2, 0]).tolists() == [rows[2], rows[0]]
     assert Ragged.from_padded(column.padded(), column.lengths).tolists() == rows
     assert Ragged.from_rows(rows, torch.int64).to("cuda").values.device.type == "cuda"
+
+
+def test_rows_without_an_entry_in_every_place_are_refused() -> None:
+    sparse, nested = torch.ones(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(SampleError, match="rows 0, 2 of a ragged column") as error:
+        Ragged.from_rows([sparse, torch.ones(2), nested], torch.float32)
+    assert error.value.rows == (0, 2)

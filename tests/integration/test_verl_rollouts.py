@@ -12,7 +12,7 @@ import torch
 from verl_rows import ROLLOUTS, V1, AlgoConfig, advantages_of, data_proto, of_rows, trainer_config, verl
 
 from miles_norm.errors import ConfigError, MilesNormError, MissingRewardError, SampleError
-from miles_norm.integrations.verl import RolloutUid, rollout_uids
+from miles_norm.integrations.verl import RolloutUid, rollout_advantages, rollout_uids, weighted_advantages
 
 pytestmark = pytest.mark.integration
 
@@ -131,6 +131,8 @@ WRONG_SETTINGS = [
     (["algorithm.use_kl_in_reward=True"], r"(?s)use_kl_in_reward.*siblings differ.*use_kl_loss=True"),
     ([f"{OURS}.normalisation.device=cpu"], r"(?s)algorithm\.miles_norm\n.*got: +normalisation\n"),
     ([f"{OURS}=rloo"], r"(?s)got: +'rloo'"),
+    ([f"{OURS}.normalization=rloo"], r"(?s)got: +normalization='rloo'\n.*expected: the mappings"),
+    ([f"{OURS}.normalization.n_samples_per_prompt=true"], "n_samples_per_prompt=True with actor_rollout_ref"),
     ([f"{OURS}.normalization.advantage_estimator=grop"], r"advantage_estimator='grop'"),
     ([f"{OURS}.normalization.advantage_estimator=ppo"], r"(?s)advantage_estimator=ppo.*computes nothing after"),
     (
@@ -157,6 +159,31 @@ WRONG_SETTINGS = [
 def test_settings_that_do_not_fit_are_refused(overrides: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         rows_of("miles_norm", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("response_mask", torch.full((9, 6), 2), "response_mask of rows 0, 1, 2"),
+        ("response_mask", torch.ones(9, 5), "token_level_rewards\n"),
+        ("token_level_rewards", torch.ones(9), "token_level_rewards\n"),
+        ("token_level_rewards", torch.ones(9, 1), "token_level_rewards\n"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(name: str, value: torch.Tensor, match: str) -> None:
+    tensors = {"token_level_rewards": torch.ones(9, 6), "response_mask": torch.ones(9, 6), name: value}
+    for estimator in (rollout_advantages, weighted_advantages):
+        with pytest.raises(SampleError, match=match):
+            estimator(**tensors, index=data_proto().non_tensor_batch["uid"])
+
+
+def test_uids_that_do_not_fit_are_refused() -> None:
+    tensors = {"token_level_rewards": torch.ones(2, 3), "response_mask": torch.ones(2, 3)}
+    for uids in ("pp", ["p"], [["p"], ["p"]], 7):
+        with pytest.raises(SampleError, match="uid"):
+            rollout_advantages(**tensors, index=uids)
+    with pytest.raises(ConfigError, match=r"expected: verl's config\.algorithm"):
+        rollout_advantages(**tensors, index=["p", "p"], config="grpo")
 
 
 def test_lost_rollout_ids_are_noticed() -> None:
@@ -194,5 +221,3 @@ def test_a_rollout_uid_is_a_string() -> None:
     assert [uid.rollout for uid in rollout_uids(["p"] * 2, torch.tensor([3, 3]))] == [3, 3]
     lone = data_proto([("p", None, reward, [[1]]) for reward in (1.0, 0.0, 0.5)])
     assert rows_of("miles_norm", DR_GRPO, data=lone) == [0.5, -0.5, 0.0]
-    with pytest.raises(ValueError, match="zip"):
-        rollout_uids(["p"], [0, 1])

@@ -181,3 +181,20 @@ def test_a_step_of_the_v1_trainer() -> None:
             timeout=300,
         )
     assert run.stdout.splitlines()[-1:] == ["[[0.5, 0.5, 0.5], [0.5, 0.5], [-0.5, -0.5, -0.5, -0.5]]"], run.stderr
+
+
+@needs_v1
+@pytest.mark.parametrize(
+    ("keys", "uids", "match"),
+    [
+        (["p_0_0"], ["p", "p"], "keys\n  got:      1 keys beside 2 uids"),
+        (None, ["p"], "keys\n  got:      none keys beside 1 uids"),
+        (["p_0_0", "q_0_0", 7, "p0"], ["p"] * 4, "keys of rows 1, 2, 3\n"),
+        (["p_0_0"], [["p"]], "keys of row 0\n"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys: Any, uids: Any, match: str) -> None:
+    from miles_norm.integrations.verl_v1 import session_uids
+
+    with pytest.raises(SampleError, match=match):
+        session_uids(keys, uids)

@@ -20,7 +20,7 @@ from verl_rows import (
     trainer_config,
 )
 
-from miles_norm.errors import ConfigError
+from miles_norm.errors import ConfigError, SampleError
 from miles_norm.integrations.verl import weighted_policy_loss
 from miles_norm.integrations.verl_config import SUMMED_LOSSES
 
@@ -250,3 +250,26 @@ def test_verl_adds_kl_and_entropy_as_means() -> None:
 def test_losses_that_do_not_add_up_are_refused(overrides: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         weighted(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("factors", "match"),
+    [
+        (torch.ones(1, 6), "weights\n"),  # would be stretched over the rows
+        (torch.ones(6), "weights\n"),
+        ([1.0] * 6, "weights\n"),
+        (torch.full((3, 6), torch.nan), "weights of rows 0, 1, 2"),
+        (-torch.ones(3, 6), "weights of rows 0, 1, 2"),
+    ],
+)
+def test_importance_weights_are_one_per_token(factors: Any, match: str) -> None:
+    tokens, mask = -torch.ones(3, 6), torch.ones(3, 6)
+    with pytest.raises(SampleError, match=match):
+        weighted_policy_loss(tokens, tokens, tokens, mask, config=actor(), rollout_is_weights=factors)
+
+
+@pytest.mark.parametrize("config", [None, {}, "actor", 3])
+def test_another_config_than_the_actors_is_refused(config: Any) -> None:
+    tokens = -torch.ones(3, 6)
+    with pytest.raises(ConfigError, match="expected: verl's ActorConfig"):
+        weighted_policy_loss(tokens, tokens, tokens, torch.ones(3, 6), config=config)

@@ -58,6 +58,12 @@ def test_every_page_answers_the_same_questions(page: str) -> None:
     assert {"Install", "What changes", "What is refused, and why", "What cannot be expressed"} <= set(headings)
 
 
+@pytest.mark.parametrize("page", ["miles", "slime", "verl", "agent_lightning", "trl"])
+def test_every_framework_has_an_install_one_line_and_what_changes(page: str) -> None:
+    headings = re.findall(r"^## (Install|One (?:flag|line)|What changes)", PAGES[page], flags=re.MULTILINE)
+    assert [heading.split()[0] for heading in headings] == ["Install", "One", "What"]
+
+
 def test_flags_and_variables_are_named() -> None:
     for word in (*miles_flags.FLAGS.values(), miles_flags.CONFIG_VARIABLE, miles_flags.LOSS_CONFIG_VARIABLE):
         assert word in PAGES["miles"]
