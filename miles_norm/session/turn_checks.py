@@ -176,7 +176,7 @@ def copied_messages(value: Any, subject: str) -> Any:
         ) from error
 
 
-def checked_completion(completion: Any, prompt: int) -> Completion:
+def checked_completion(completion: Completion, prompt: int) -> Completion:
     """A copy of a completion, with arrays of its dtypes.
 
     Args:
@@ -191,14 +191,14 @@ def checked_completion(completion: Any, prompt: int) -> Completion:
         raise _unfit(shown(completion))
     ids = as_token_ids(completion.token_ids, "completion.token_ids").copy()
     log_probs = as_log_probs(completion.log_probs, len(ids), "completion.log_probs")
-    experts, got = completion.routed_experts, []
+    experts: Any = completion.routed_experts
+    got = []
     routed = max(prompt + len(ids) - 1, 0)
     if experts is not None:
-        shape = getattr(experts, "shape", ())
         if not isinstance(experts, np.ndarray) or experts.dtype.kind not in "iu":
             got.append(f"routed_experts {shown(experts)}")
-        elif len(shape) != 3 or shape[0] != routed:
-            got.append(f"routed_experts of shape {list(shape)}, where {routed} tokens have been routed")
+        elif experts.ndim != 3 or len(experts) != routed:
+            got.append(f"routed_experts of shape {list(experts.shape)}, where {routed} tokens have been routed")
         else:
             experts = experts.astype(np.int32, copy=False)
     if not isinstance(completion.message, Mapping):
