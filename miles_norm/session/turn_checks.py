@@ -191,7 +191,9 @@ def checked_completion(completion: Completion, prompt: int) -> Completion:
         raise _unfit(shown(completion))
     ids = as_token_ids(completion.token_ids, "completion.token_ids").copy()
     log_probs = as_log_probs(completion.log_probs, len(ids), "completion.log_probs")
+    # Engines are code of others: what they return has the types that it has.
     experts: Any = completion.routed_experts
+    message: Any = completion.message
     got = []
     routed = max(prompt + len(ids) - 1, 0)
     if experts is not None:
@@ -201,8 +203,8 @@ def checked_completion(completion: Completion, prompt: int) -> Completion:
             got.append(f"routed_experts of shape {list(experts.shape)}, where {routed} tokens have been routed")
         else:
             experts = experts.astype(np.int32, copy=False)
-    if not isinstance(completion.message, Mapping):
-        got.append(f"message {shown(completion.message)}")
+    if not isinstance(message, Mapping):
+        got.append(f"message {shown(message)}")
     if not isinstance(completion.finish_reason, str) or completion.finish_reason not in _FINISH_REASONS:
         got.append(f"finish_reason {shown(completion.finish_reason)}")
     ids_given = {"weight_version": completion.weight_version, "response_id": completion.response_id}
@@ -211,7 +213,7 @@ def checked_completion(completion: Completion, prompt: int) -> Completion:
         raise _unfit("; ".join(got))
     return replace(
         completion,
-        message=copied_messages(completion.message, "completion.message"),
+        message=copied_messages(message, "completion.message"),
         token_ids=ids,
         log_probs=log_probs,
         routed_experts=experts,

@@ -12,7 +12,8 @@ from conversations import Session, user
 from miles_norm import Sample
 from miles_norm.errors import HookError
 from miles_norm.session.assembly import assemble
-from miles_norm.session.hooks import assign_reward, drop_retries, keep_all, leaf_rewards, mask_ownership, pick
+from miles_norm.session.hook_runs import pick
+from miles_norm.session.hooks import assign_reward, drop_retries, keep_all, leaf_rewards, mask_ownership
 
 
 def tree(*parents: int | None) -> dict[str, Any]:

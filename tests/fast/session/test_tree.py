@@ -122,7 +122,7 @@ def test_the_number_of_turns_is_limited() -> None:
     ("fields", "text"),
     [
         ({"log_probs": np.zeros(3)}, r"2 token ids and log_probs of shape \[3\]"),
-        ({"log_probs": np.zeros((2, 1))}, r"log_probs of shape \[2, 1\]"),
+        ({"log_probs": np.zeros((2, 1))}, r"an array of dtype float64 and shape \[2, 1\]"),
         ({"finish_reason": "content_filter"}, "finish_reason 'content_filter'"),
         ({"routed_experts": np.zeros((5, 2, 1), np.int32)}, r"\[5, 2, 1\], where 4 tokens have been routed"),
         ({"routed_experts": np.zeros((4, 2), np.int32)}, r"routed_experts of shape \[4, 2\]"),
