@@ -13,7 +13,7 @@ from miles_norm.session.hooks import keep_all, mask_ownership, row_order
 from miles_norm.session.node import Node
 from miles_norm.session.path_rows import LeafPath, RowMaker
 from miles_norm.session.rendering import Renderer
-from miles_norm.session.tree import TrajectoryForest
+from miles_norm.session.tree import TrajectoryForest, check_forest
 
 __all__ = ["assemble", "session_metadata"]
 
@@ -136,8 +136,7 @@ def _warn_of_leaves_without_a_row(paths: Sequence[LeafPath], rollout_id: Any, ma
 
 
 def _check_session(forest: Any, agent: Any) -> None:
-    if not isinstance(forest, TrajectoryForest):
-        raise _unfit("forest", shown(forest), "a TrajectoryForest", "its turns become the rows")
+    check_forest(forest)
     if not isinstance(agent, Mapping | None):
         raise _unfit("agent", shown(agent), "a mapping, or None", "hooks look rewards up in it by name")
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from miles_norm.errors import HookError, SessionError, format_rows, shown
 from miles_norm.samples import Sample
+from miles_norm.session.hooks import reading_hook_input
 
 __all__ = ["Picker", "PostProcessor", "SampledTokens", "pick", "process", "run_hook"]
 
@@ -29,9 +30,10 @@ def pick(picker: Picker, leaf_samples: Sequence[Any], session_metadata: Mapping[
             leaf and field.
         SessionError: samples or metadata that cannot be compared with what they were.
     """
-    numbers = {id(sample): number for number, sample in enumerate(leaf_samples)}
-    names = [sample.metadata["leaf"]["node_id"] for sample in leaf_samples]
-    metadata = dict(session_metadata)
+    with reading_hook_input(leaf_samples, session_metadata):
+        numbers = {id(sample): number for number, sample in enumerate(leaf_samples)}
+        names = [sample.metadata["leaf"]["node_id"] for sample in leaf_samples]
+        metadata = dict(session_metadata)
     before, metadata_before = _copies(leaf_samples), _copy(metadata, "session_metadata")
     picked = run_hook(picker, leaf_samples, metadata)
     try:
@@ -116,7 +118,9 @@ class SampledTokens:
     def _trained(self, sample: Sample) -> NDArray[np.int64] | str:
         """Turn (upper half) and position (lower half) of each trainable token of a row, or what is wrong with them."""
         length, tokens = sample.response_length, np.asarray(sample.tokens)
-        mask = np.ones(length) if sample.loss_mask is None else np.asarray(sample.loss_mask)
+        if isinstance(length, bool) or not isinstance(length, int):
+            return f"response_length {shown(length)}"
+        mask = np.ones(max(length, 0)) if sample.loss_mask is None else np.asarray(sample.loss_mask)
         if mask.shape != (length,) or tokens.ndim != 1 or len(tokens) < length or not np.isin(mask, (0, 1)).all():
             return f"a loss_mask that is not 0 or 1 for each of its {length} response tokens"
         positions = len(tokens) - length + np.flatnonzero(mask)
@@ -168,8 +172,8 @@ def process(
         )
     try:
         problems = sampled.problems(found)
-    except (TypeError, ValueError) as error:
-        problems = [f"tokens and masks that are no arrays: {error}"]
+    except Exception as error:  # noqa: BLE001  # Making arrays of whatever the rows hold now runs its code.
+        problems = [f"tokens and masks that make no arrays: {error}"[:300]]
     if problems:
         raise HookError(
             f"post-processor {_name(post_processor)}",

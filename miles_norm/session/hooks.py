@@ -15,7 +15,15 @@ import numpy as np
 
 from miles_norm.errors import HookError, MilesNormError, format_rows, shown
 
-__all__ = ["assign_reward", "drop_retries", "keep_all", "leaf_rewards", "mask_ownership", "row_order"]
+__all__ = [
+    "assign_reward",
+    "drop_retries",
+    "keep_all",
+    "leaf_rewards",
+    "mask_ownership",
+    "reading_hook_input",
+    "row_order",
+]
 
 
 def keep_all(leaf_samples: Sequence[Any], session_metadata: Mapping[str, Any]) -> list[Any]:
@@ -24,7 +32,7 @@ def keep_all(leaf_samples: Sequence[Any], session_metadata: Mapping[str, Any]) -
     Raises:
         HookError: samples without a leaf descriptor; all are named, also by the other hooks.
     """
-    with _reading(leaf_samples, session_metadata):
+    with reading_hook_input(leaf_samples, session_metadata):
         return sorted(leaf_samples, key=row_order, reverse=True)
 
 
@@ -41,7 +49,7 @@ def drop_retries(leaf_samples: Sequence[Any], session_metadata: Mapping[str, Any
     >>> [sample.metadata["leaf"]["node_id"] for sample in kept]
     [2]
     """
-    with _reading(leaf_samples, session_metadata):
+    with reading_hook_input(leaf_samples, session_metadata):
         latest: dict[Any, int] = {}
         for node in session_metadata["tree"]["nodes"]:
             if node["parent"] is not None:
@@ -63,7 +71,7 @@ def mask_ownership(leaf_samples: Sequence[Any], session_metadata: Mapping[str, A
 
     Only among the rows that are given: call it after picking. Log-probs stay as they are.
     """
-    with _reading(leaf_samples, session_metadata):
+    with reading_hook_input(leaf_samples, session_metadata):
         if len({_place(sample)["node_id"] for sample in leaf_samples}) < 2:
             return list(leaf_samples)
         spans = {node["id"]: node["completion_span"] for node in session_metadata["tree"]["nodes"]}
@@ -100,7 +108,7 @@ def _masked(sample: Any, spans: Sequence[Sequence[int]]) -> Any:
 
 def assign_reward(leaf_samples: Sequence[Any], session_metadata: Mapping[str, Any]) -> list[Any]:
     """Post-processor: the agent's ``reward`` to every row; without one the rows stay as they are."""
-    with _reading(leaf_samples, session_metadata):
+    with reading_hook_input(leaf_samples, session_metadata):
         agent = _agent(session_metadata)
         if "reward" in agent:
             for sample in leaf_samples:
@@ -117,7 +125,7 @@ def leaf_rewards(leaf_samples: Sequence[Any], session_metadata: Mapping[str, Any
     Raises:
         HookError: ``rewards`` that are no mapping, or a response id that no turn of the session has.
     """
-    with _reading(leaf_samples, session_metadata):
+    with reading_hook_input(leaf_samples, session_metadata):
         rewards = _agent(session_metadata).get("rewards")
         rewards = {} if rewards is None else rewards
         known = {node["response_id"] for node in session_metadata["tree"]["nodes"]}
@@ -159,7 +167,7 @@ def _agent(session_metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _reading(leaf_samples: Any, session_metadata: Any) -> Iterator[None]:
+def reading_hook_input(leaf_samples: Any, session_metadata: Any) -> Iterator[None]:
     """Samples and metadata that lack what hooks read come out as one HookError that names them."""
     try:
         yield

@@ -113,7 +113,7 @@ class RowMaker:
     def row(self, path: Sequence[Node], part: _Part) -> Sample:
         """The row of a part whose first turn fits."""
         read, planned = path[part.start : part.first], path[part.first : part.stop]
-        turns = [turn for turn in planned if self.fits(turn)]
+        turns = planned if self._limit is None else [turn for turn in planned if self.fits(turn)]
         pieces = [ids for turn in (*read, *turns) for ids in (turn.new_prompt_token_ids, turn.completion.token_ids)]
         mask, log_probs = response_arrays(
             [0, *(len(turn.new_prompt_token_ids) for turn in turns[1:])],

@@ -11,7 +11,7 @@ from miles_norm.errors import SessionError
 from miles_norm.session.node import Attachment, Node
 from miles_norm.session.rendering import Message, Renderer, check_renderer, decoded, rendered, unfit_renderer
 from miles_norm.session.token_ids import TokenIds, as_token_ids
-from miles_norm.session.tree import TrajectoryForest
+from miles_norm.session.tree import TrajectoryForest, check_forest
 from miles_norm.session.turn_checks import check_attachment
 
 __all__ = ["PromptTokens", "next_prompt"]
@@ -46,9 +46,10 @@ def next_prompt(forest: TrajectoryForest, attachment: Attachment, renderer: Rend
         renderer: Chat template and tokenizer of the model.
 
     Raises:
-        SessionError: an attachment to no turn of this forest.
+        SessionError: no forest, or an attachment to no turn of it.
         RenderingError: a renderer that lacks a method, or returns no text or no token ids.
     """
+    check_forest(forest)
     check_attachment(attachment)
     check_renderer(renderer)
     if attachment.parent is None:

@@ -75,9 +75,14 @@ def read_completed_rollouts(rollouts: Iterable[Any]) -> list[CompletedRollout]:
     """
     read: list[CompletedRollout] = []
     problems: dict[int, str] = {}
-    if isinstance(rollouts, str | bytes | Mapping) or not isinstance(rollouts, Iterable):
+    try:
+        # One rollout by itself would be read as a list of its fields.
+        given = None if isinstance(rollouts, str | bytes | Mapping) else list(rollouts)
+    except TypeError:
+        given = None
+    if given is None:
         raise _unreadable("CompletedRollouts", f"{shown(rollouts)}, which is no list of them", [])
-    for number, rollout in enumerate(rollouts):
+    for number, rollout in enumerate(given):
         try:
             read.append(_rollout(rollout))
         except Exception as error:  # noqa: BLE001  # Reading an object runs its code; what it raises names the rollout.

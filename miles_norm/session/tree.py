@@ -35,7 +35,7 @@ from miles_norm.session.turn_checks import (
     incomparable,
 )
 
-__all__ = ["TrajectoryForest"]
+__all__ = ["TrajectoryForest", "check_forest"]
 
 
 class TrajectoryForest:
@@ -300,3 +300,19 @@ class TrajectoryForest:
                 reason="an agent that does not repeat the conversation as it was starts a tree with every request",
                 remedy="send back replies unchanged or match them loosely; or raise max_nodes",
             )
+
+
+def check_forest(forest: Any) -> None:
+    """A session whose turns can be asked for.
+
+    Raises:
+        SessionError: anything else.
+    """
+    if not isinstance(forest, TrajectoryForest):
+        raise SessionError(
+            "forest",
+            got=shown(forest),
+            expected="a TrajectoryForest",
+            reason="prompts and rows are made of its turns",
+            remedy="pass the forest that the requests were attached to",
+        )

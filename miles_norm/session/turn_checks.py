@@ -233,8 +233,8 @@ def check_record(record: Any) -> None:
         got = f"completion {shown(record['completion'])}"
     elif not got and not _NEEDED <= record["completion"].keys() <= _COMPLETION_FIELDS:
         got = "completion with " + _difference(record["completion"], _NEEDED, _COMPLETION_FIELDS)
-    elif not got and not isinstance(record["starts_row"], bool):
-        got = f"starts_row {shown(record['starts_row'])}"
+    elif not got and (not isinstance(record["starts_row"], bool) or not isinstance(record["seq"], int)):
+        got = f"starts_row {shown(record['starts_row'])} and seq {shown(record['seq'])}"
     elif not got:
         check_messages(record["suffix"], "suffix of the record")
         if record["tools"] is not None:

@@ -1,6 +1,7 @@
 """Rows of small forests, worked out by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -261,6 +262,42 @@ def test_every_row_has_the_id_of_its_rollout(rollout_id: Any, index: Any, found:
 def test_a_rollout_needs_an_id() -> None:
     with pytest.raises(SessionError, match=r"got: +neither rollout_id nor index"):
         assemble(forest_of((None, [1], 1)), Sample(group_index=1))
+
+
+def test_responses_as_text() -> None:
+    """What follows the first prompt, special tokens and the messages between included; whole turns of a cut row."""
+    session = Session()
+    first = session.turn([user("a")], "b")
+    session.turn(session.then(first, "c"), "d")
+    assert [row.response for row in assemble(session.forest, BASE)] == [""]
+    [row] = assemble(session.forest, BASE, renderer=session.chat)
+    between = "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert row.response == f"b{between}d<|im_end|>"
+    [row] = assemble(session.forest, BASE, renderer=session.chat, max_seq_len=first.context_length)
+    assert row.response == "b<|im_end|>"
+
+
+def test_pickers_see_the_text_of_responses() -> None:
+    session = Session()
+    for text in ("no", "yes"):
+        session.turn([user("a")], text)
+    rows = assemble(
+        session.forest, BASE, lambda leaves, _: [leaf for leaf in leaves if "yes" in leaf.response],
+        renderer=session.chat,
+    )  # fmt: skip
+    assert paths(rows) == [[1]]
+
+
+def test_experts_of_what_continues_an_aborted_turn() -> None:
+    """The row has those of its whole prompt."""
+    forest, _ = with_experts([(None, 3, 2), (0, 1, 2)])
+    forest.nodes[0] = replace(forest.nodes[0], completion=replace(forest.nodes[0].completion, finish_reason="abort"))
+    rows = assemble(forest, BASE)
+    assert paths(rows) == [[1], [0]]
+    assert [row.rollout_routed_experts[:, 0, 0].tolist() for row in rows] == [
+        [0, 1, 2, 3, 1004, 1005, 1006],
+        [0, 1, 2, 3],
+    ]
 
 
 @pytest.mark.parametrize("limit", [0, -3])
