@@ -136,7 +136,6 @@ class SampledTokens:
         # Where the tokens are not those that were sampled, nothing may be trained.
         same = min(len(row.tokens), len(tokens))
         keys[:same][row.tokens[:same] != tokens[:same]] = -1
-        keys[same:] = -1
         trained: NDArray[np.int64] = keys[positions]
         strangers = int((trained < 0).sum())
         return f"{strangers} tokens trainable that were not sampled in its turns" if strangers else trained
