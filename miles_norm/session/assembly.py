@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from miles_norm.errors import ConfigError, SessionError, format_rows, shown
+from miles_norm.errors import SessionError, format_rows, shown
 from miles_norm.samples import Sample
-from miles_norm.session.completion import FinishReason
-from miles_norm.session.hooks import Picker, PostProcessor, keep_all, mask_ownership, pick, process, row_order
+from miles_norm.session.hook_runs import Picker, PostProcessor, SampledTokens, pick, process
+from miles_norm.session.hooks import keep_all, mask_ownership, row_order
 from miles_norm.session.node import Node
-from miles_norm.session.tree import TrajectoryForest
+from miles_norm.session.path_rows import LeafPath, RowMaker
+from miles_norm.session.rendering import Renderer
+from miles_norm.session.tree import TrajectoryForest, check_forest
 
-__all__ = ["assemble", "response_arrays", "session_metadata"]
+__all__ = ["assemble", "session_metadata"]
 
-_STATUS: dict[FinishReason, str] = {
-    "stop": "completed", "tool_calls": "completed", "length": "truncated", "abort": "aborted",
-}  # fmt: skip
+logger = logging.getLogger("miles_norm")
 
 
 def assemble(
@@ -31,15 +28,18 @@ def assemble(
     *,
     agent: Mapping[str, Any] | None = None,
     max_seq_len: int | None = None,
+    renderer: Renderer | None = None,
 ) -> list[Sample]:
     """The training rows of one rollout's session.
 
-    One row per leaf that the picker keeps, and one for each earlier part of its path that ends where the template did
-    not extend and holds a turn which no leaf committed before has. A turn that several rows share is trainable in the
-    row of the leaf that was committed first. Rows are ordered by number of turns, then commit, both descending.
+    One row per leaf that the picker keeps, and one for each earlier part of its path that holds a turn which no leaf
+    committed before has. A part ends where the template did not extend, and at a turn that was aborted: what continues
+    it has its tokens in the prompt. A turn that several rows share is trainable in the row of the leaf that was
+    committed first. So every turn of a kept leaf is trainable in one row, but for those with more than ``max_seq_len``
+    tokens. Rows are ordered by number of turns, then commit, both descending.
 
-    A row ends at a turn that was aborted, and before the first turn that would make it longer than ``max_seq_len``; a
-    leaf none of whose turns fit has no row.
+    A row ends before the first turn that would make it longer than ``max_seq_len``; a leaf none of whose turns fit has
+    no row, which is logged as a warning.
 
     Args:
         forest: The session.
@@ -49,30 +49,41 @@ def assemble(
         post_processors: Called one after the other on the rows that come out.
         agent: What the agent returned, for the hooks.
         max_seq_len: Tokens that a row may have.
+        renderer: Makes the text of each response; without it, ``response`` is that of ``base``.
 
     Returns:
         Samples with arrays of their own: tokens int32 ``[T]``; loss_mask uint8 and rollout_log_probs float32
         ``[response_length]``, 0 on tokens that were not sampled; where the engine gave them, rollout_routed_experts
         int32 ``[T - 1, layers, top-k]``, of each token as it was first read. ``metadata["leaf"]`` is node_id, parent
-        and response_id of the leaf, and path_node_ids, the turns from the start of the row.
+        and response_id of the leaf that the row comes from; path_node_ids, the turns that it holds, the last of which
+        is the leaf unless the row ends before it; and left_out_node_ids, the turns of the leaf's path that are in no
+        row, since they have more than ``max_seq_len`` tokens.
 
     Raises:
-        SessionError: no id for the rollout, or routed experts on some turns of a row only.
+        SessionError: no id for the rollout, routed experts on some turns of a row only, arguments of another kind, or
+            values that a picker could edit unseen.
         HookError: a picker or post-processor that broke its contract.
         ConfigError: max_seq_len below 1.
+        RenderingError: a renderer that returns no text.
     """
-    _check(base, max_seq_len)
-    leaf_paths, rows = _leaf_paths(forest), _Rows(base, max_seq_len)
+    _check_session(forest, agent)
+    _check(base, post_processors)
+    rows = RowMaker(base, max_seq_len, renderer)
+    leaf_paths = _leaf_paths(forest)
     metadata = _metadata(forest, leaf_paths, agent)
-    paths = {path[-1].seq: _Path(path, rows) for path in leaf_paths}
+    paths = {path[-1].seq: LeafPath(path, rows) for path in leaf_paths}
+    _warn_of_leaves_without_a_row(list(paths.values()), rows.rollout_id, max_seq_len)
     kept = pick(picker, [path.sample for path in paths.values() if path.sample is not None], metadata)
-    if forest.mismatches:
+    leaves = sorted(sample.metadata["leaf"]["node_id"] for sample in kept)
+    if any(paths[leaf].parts > 1 for leaf in leaves):
         taken: set[int] = set()
-        for leaf in sorted(sample.metadata["leaf"]["node_id"] for sample in kept):
+        for leaf in leaves:
             kept += paths[leaf].earlier_rows(taken)
     kept = mask_ownership(sorted(kept, key=row_order, reverse=True), metadata)
-    for post_processor in post_processors:
-        kept = process(post_processor, kept, metadata)
+    if post_processors:
+        sampled = SampledTokens(kept, {node.seq: (node.prompt_length, node.context_length) for node in forest.nodes})
+        for post_processor in post_processors:
+            kept = process(post_processor, kept, metadata, sampled)
     return kept
 
 
@@ -81,7 +92,11 @@ def session_metadata(forest: TrajectoryForest, agent: Mapping[str, Any] | None =
 
     ``completion_span`` says where a turn's completion stands among the tokens of its context. ``mismatches`` counts the
     turns that start a row although they continue another turn.
+
+    Raises:
+        SessionError: no forest, or an agent that is no mapping.
     """
+    _check_session(forest, agent)
     return _metadata(forest, _leaf_paths(forest), agent)
 
 
@@ -111,142 +126,42 @@ def _metadata(
     return {"tree": tree} if agent is None else {"tree": tree, "agent": dict(agent)}
 
 
-def response_arrays(
-    gaps: Sequence[int], log_probs: Sequence[NDArray[np.float32]]
-) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Loss mask and log-probs of a response from those of its completions, 0 between them.
-
-    Args:
-        gaps: Tokens between the completion before, or the start of the response, and each completion.
-        log_probs: Of the tokens of each completion.
-
-    >>> mask, log_probs = response_arrays([0, 1], [np.array([-1.0, -2.0]), np.array([-3.0, -4.0])])
-    >>> mask.tolist(), log_probs.tolist()
-    ([1, 1, 0, 1, 1], [-1.0, -2.0, 0.0, -3.0, -4.0])
-    """
-    lengths = [
-        length for gap, of_completion in zip(gaps, log_probs, strict=True) for length in (gap, len(of_completion))
-    ]
-    mask = np.repeat(np.tile(np.array([0, 1], np.uint8), len(gaps)), lengths)
-    values = np.zeros(len(mask), np.float32)
-    values[mask == 1] = np.concatenate(log_probs)
-    return mask, values
+def _warn_of_leaves_without_a_row(paths: Sequence[LeafPath], rollout_id: Any, max_seq_len: int | None) -> None:
+    without = [path.leaf.seq for path in paths if path.sample is None]
+    if without:
+        logger.warning(
+            "rollout %s: no row for the leaves at %s: all that leads to them has more than max_seq_len = %s tokens",
+            rollout_id, format_rows(without, "turn"), max_seq_len,
+        )  # fmt: skip
 
 
-class _Path:
-    """A leaf and the parts of its path, each of which can be a row."""
-
-    def __init__(self, path: Sequence[Node], rows: _Rows) -> None:
-        self._leaf, self._rows = path[-1], rows
-        self._parts = [part for part in _parts(path) if rows.fits(part)]
-        self.sample = rows.row(self._parts[-1], self._leaf) if self._parts else None
-        """What a picker sees of the leaf: the last part that fits."""
-
-    def earlier_rows(self, taken: set[int]) -> Iterator[Sample]:
-        """Rows of the other parts that hold a turn which is not ``taken``; then all turns are."""
-        for part in self._parts:
-            turns = {node.seq for node in part}
-            if part is not self._parts[-1] and not turns <= taken:
-                yield self._rows.row(part, self._leaf)
-            taken |= turns
+def _check_session(forest: Any, agent: Any) -> None:
+    check_forest(forest)
+    if not isinstance(agent, Mapping | None):
+        raise _unfit("agent", shown(agent), "a mapping, or None", "hooks look rewards up in it by name")
 
 
-class _Rows:
-    """Makes rows of consecutive turns."""
-
-    def __init__(self, base: Sample, max_seq_len: int | None) -> None:
-        self._base = replace(base, rollout_id=base.index if base.rollout_id is None else base.rollout_id)
-        self._limit = np.inf if max_seq_len is None else max_seq_len
-
-    def fits(self, part: Sequence[Node]) -> bool:
-        return part[0].context_length <= self._limit
-
-    def row(self, part: Sequence[Node], leaf: Node) -> Sample:
-        """The row of turns each of which continues the tokens of the one before; the first one fits."""
-        turns, status = self._cut(part)
-        pieces, log_probs, versions = [], [], []
-        for turn in turns:
-            completion = turn.completion
-            pieces += [turn.new_prompt_token_ids, completion.token_ids]
-            log_probs.append(completion.log_probs)
-            if completion.weight_version is not None:
-                versions.append(completion.weight_version)
-        # Every second piece is a prompt, and the first one of them stands before the response.
-        mask, values = response_arrays([0, *map(len, pieces[2::2])], log_probs)
-        place = {
-            "node_id": leaf.seq,
-            "parent": leaf.parent,
-            "path_node_ids": [node.seq for node in part],
-            "response_id": leaf.completion.response_id,
-        }
-        return replace(
-            self._base,
-            tokens=np.concatenate(pieces),
-            response_length=len(mask),
-            loss_mask=mask,
-            rollout_log_probs=values,
-            rollout_routed_experts=_joined_experts(turns),
-            weight_versions=versions,
-            status=status,
-            metadata={**self._base.metadata, "leaf": place},
-            extra=dict(self._base.extra),
+def _check(base: Any, post_processors: Any) -> None:
+    if isinstance(post_processors, str | bytes) or not isinstance(post_processors, Sequence):
+        raise _unfit("post_processors", shown(post_processors), "a list of functions", "they are called in their order")
+    if not isinstance(base, Sample):
+        raise _unfit("base sample", shown(base), "a Sample", "all rows have its fields in common")
+    wrong = [name for name in ("metadata", "extra") if not isinstance(getattr(base, name), Mapping)]
+    if wrong:
+        got = "; ".join(f"{name} {shown(getattr(base, name))}" for name in wrong)
+        raise _unfit(
+            "base sample", got, "mappings, which may be empty", "each row has a copy, and its leaf in metadata"
         )
-
-    def _cut(self, part: Sequence[Node]) -> tuple[list[Node], str]:
-        """The turns that the row holds, and its status."""
-        turns: list[Node] = []
-        for node in part:
-            if node.context_length > self._limit:
-                return turns, "truncated"
-            turns.append(node)
-            if node.completion.finish_reason == "abort":
-                break
-        return turns, _STATUS[turns[-1].completion.finish_reason]
-
-
-def _parts(path: Sequence[Node]) -> list[list[Node]]:
-    """A path, divided before each turn that starts a row."""
-    parts: list[list[Node]] = []
-    for node in path:
-        if node.starts_row:
-            parts.append([])
-        parts[-1].append(node)
-    return parts
-
-
-def _joined_experts(turns: Sequence[Node]) -> NDArray[np.int32] | None:
-    """Routed experts ``[T - 1, layers, top-k]`` of a row; each turn holds those beyond the one before."""
-    found = [turn.completion.routed_experts for turn in turns]
-    experts = [value for value in found if value is not None]
-    if not experts:
-        return None
-    lacking = [turn.seq for turn, value in zip(turns, found, strict=True) if value is None]
-    shapes = sorted({value.shape[1:] for value in experts})
-    if lacking or len(shapes) > 1:
-        raise SessionError(
-            f"routed experts of turns {turns[0].seq} to {turns[-1].seq}",
-            got=f"none on {format_rows(lacking, 'turn')}" if lacking else f"layers and top-k {shapes}",
-            expected="experts of one shape on every turn of a row, or on none",
-            reason="the trainer replays the routing of the whole row",
-            remedy="ask the engine for routed experts with every request, or with none",
-        )
-    return np.concatenate(experts)
-
-
-def _check(base: Sample, max_seq_len: int | None) -> None:
-    if base.rollout_id is None and base.index is None:
+    named = base.index if base.rollout_id is None else base.rollout_id
+    if isinstance(named, bool) or not isinstance(named, Hashable) or named is None or named != named:
         raise SessionError(
             "base sample",
-            got="neither rollout_id nor index",
-            expected="an id of the rollout",
+            got="neither rollout_id nor index" if named is None else f"the id {shown(named)}",
+            expected="an id of the rollout: a number or a string",
             reason="the rows of a rollout are told from others by it",
             remedy="set index to the number of the rollout in the batch, or rollout_id to any id",
         )
-    if max_seq_len is not None and max_seq_len < 1:
-        raise ConfigError(
-            "max_seq_len",
-            got=shown(max_seq_len),
-            expected="a whole number from 1, or None",
-            reason="a row has at least one token",
-            remedy="leave it out for rows of any length",
-        )
+
+
+def _unfit(subject: str, got: str, expected: str, reason: str) -> SessionError:
+    return SessionError(subject, got=got, expected=expected, reason=reason, remedy=f"pass {expected} as {subject}")

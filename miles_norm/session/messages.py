@@ -35,12 +35,10 @@ def message_matcher(rule: MatchRule = "strict") -> Matcher:
     >>> message_matcher("strict")(held, sent), message_matcher("loose")(held, sent)
     (False, True)
     """
-    if rule == "strict":
-        return _strict
-    if rule == "loose":
-        return _loose
     if callable(rule):
         return rule
+    if isinstance(rule, str) and rule in _RULES:
+        return _RULES[rule]
     raise ConfigError(
         "message matching",
         got=shown(rule),
@@ -87,3 +85,6 @@ def _canonical(arguments: Any) -> Any:
         return json.dumps(parsed, sort_keys=True)
     except (ValueError, TypeError, RecursionError):
         return arguments
+
+
+_RULES: dict[str, Matcher] = {"strict": _strict, "loose": _loose}

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from dataclasses import dataclass, fields
+from typing import Any
 
-import numpy as np
-
-from miles_norm.errors import SessionError, shown
-from miles_norm.session.completion import Completion, FinishReason
+from miles_norm.session.completion import Completion
 from miles_norm.session.rendering import Message
-from miles_norm.session.token_ids import TokenIds, as_token_ids
+from miles_norm.session.token_ids import TokenIds
 
-__all__ = ["Attachment", "Node", "Tools", "checked_completion"]
+__all__ = ["Attachment", "Node", "Tools"]
 
 Tools = Sequence[Mapping[str, Any]]
-_FINISH_REASONS = get_args(FinishReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +73,3 @@ class Node:
             "completion": {entry.name: getattr(self.completion, entry.name) for entry in fields(self.completion)},
             "committed_at": self.committed_at,
         }
-
-
-def checked_completion(completion: Completion, expert_rows: int) -> Completion:
-    """A copy of a completion, with arrays of its dtypes.
-
-    Raises:
-        SessionError: a length that does not fit, or an unknown finish reason.
-    """
-    ids = as_token_ids(completion.token_ids, "completion.token_ids").copy()
-    log_probs = np.array(completion.log_probs, np.float32)
-    experts = completion.routed_experts
-    got = ""
-    if log_probs.shape != ids.shape:
-        got = f"{len(ids)} token ids and log_probs of shape {list(log_probs.shape)}"
-    elif experts is not None and (experts.ndim != 3 or len(experts) != expert_rows):
-        got = f"routed_experts of shape {list(experts.shape)}, where {expert_rows} tokens have been routed"
-    elif completion.finish_reason not in _FINISH_REASONS:
-        got = f"finish_reason {shown(completion.finish_reason)}"
-    if got:
-        raise SessionError(
-            "completion",
-            got=got,
-            expected="one log-prob per sampled token, routed experts [context - 1, layers, top-k] or none, and one of "
-            f"the finish reasons {', '.join(_FINISH_REASONS)}",
-            reason="the row is trained on exactly what was sampled",
-            remedy="return tokens, log-probs and experts of the same request from the engine",
-        )
-    return replace(completion, message=copy.deepcopy(completion.message), token_ids=ids, log_probs=log_probs)

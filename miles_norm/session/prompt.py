@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from miles_norm.errors import SessionError
 from miles_norm.session.node import Attachment, Node
-from miles_norm.session.rendering import Message, Renderer
+from miles_norm.session.rendering import Message, Renderer, check_renderer, decoded, rendered, unfit_renderer
 from miles_norm.session.token_ids import TokenIds, as_token_ids
-from miles_norm.session.tree import TrajectoryForest
+from miles_norm.session.tree import TrajectoryForest, check_forest
+from miles_norm.session.turn_checks import check_attachment
 
 __all__ = ["PromptTokens", "next_prompt"]
 
@@ -42,12 +44,19 @@ def next_prompt(forest: TrajectoryForest, attachment: Attachment, renderer: Rend
         forest: Where the request was attached.
         attachment: Of ``forest.attach``.
         renderer: Chat template and tokenizer of the model.
+
+    Raises:
+        SessionError: no forest, or an attachment to no turn of it.
+        RenderingError: a renderer that lacks a method, or returns no text or no token ids.
     """
+    check_forest(forest)
+    check_attachment(attachment)
+    check_renderer(renderer)
     if attachment.parent is None:
-        text = renderer.render(attachment.suffix, attachment.tools, add_generation_prompt=True)
+        text = rendered(renderer, attachment.suffix, attachment.tools, opened=True)
         return PromptTokens(_encoded(renderer, text), extends=False)
-    parent, held = forest.nodes[attachment.parent], forest.messages(attachment.parent)
-    text = renderer.render([*held, *attachment.suffix], attachment.tools, add_generation_prompt=True)
+    parent, held = forest.node(attachment.parent), forest.messages(attachment.parent)
+    text = rendered(renderer, [*held, *attachment.suffix], attachment.tools, opened=True)
     between = _between(parent, held, text, renderer)
     if between is None:
         return PromptTokens(_encoded(renderer, text), extends=False)
@@ -64,11 +73,11 @@ def _between(node: Node, held: Sequence[Message], text: str, renderer: Renderer)
         renderer: Chat template and tokenizer.
     """
     asked = held[:-1]
-    opening = renderer.render(asked, node.tools, add_generation_prompt=True)
-    closed = renderer.render(held, node.tools, add_generation_prompt=False)
+    opening = rendered(renderer, asked, node.tools, opened=True)
+    closed = rendered(renderer, held, node.tools, opened=False)
     if not (closed.startswith(opening) and text.startswith(closed)):
         return None
-    sampled = renderer.decode(node.completion.token_ids.tolist())
+    sampled = decoded(renderer, node.completion.token_ids)
     if text.startswith(sampled, len(opening)):
         return _encoded(renderer, text[len(opening) + len(sampled) :])
     # The message is not what was sampled, letter by letter: tool calls are parsed and written again, space is trimmed.
@@ -76,14 +85,14 @@ def _between(node: Node, held: Sequence[Message], text: str, renderer: Renderer)
     if closing is None or not closed.endswith(closing):
         return None
     ids = _encoded(renderer, text[len(closed) - len(closing) :])
-    written = _overlap(node.completion.token_ids, ids[: len(renderer.encode(closing))])
+    written = _overlap(node.completion.token_ids, ids[: len(_encoded(renderer, closing))])
     return ids[written:]
 
 
 def _closing(asked: Sequence[Message], node: Node, renderer: Renderer) -> str | None:
     """What the template writes behind the text of a reply; None where it hides the reply or repeats it."""
     reply = {"role": "assistant", "content": _PROBE}
-    text = renderer.render([*asked, reply], node.tools, add_generation_prompt=False)
+    text = rendered(renderer, [*asked, reply], node.tools, opened=False)
     return text.partition(_PROBE)[2] if text.count(_PROBE) == 1 else None
 
 
@@ -96,4 +105,7 @@ def _overlap(sampled: TokenIds, closing: TokenIds) -> int:
 
 
 def _encoded(renderer: Renderer, text: str) -> TokenIds:
-    return as_token_ids(renderer.encode(text), "rendered prompt")
+    try:
+        return as_token_ids(renderer.encode(text), "rendered prompt")
+    except SessionError as error:
+        raise unfit_renderer(f"{error.got} from encode") from error

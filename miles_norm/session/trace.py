@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from miles_norm.errors import ConfigError, MilesNormError, SampleError, format_rows, shown
 from miles_norm.samples import Sample
-from miles_norm.session.assembly import response_arrays
-from miles_norm.session.token_ids import TokenIds, as_token_ids
+from miles_norm.session.path_rows import response_arrays
+from miles_norm.session.token_ids import TokenIds, as_log_probs, as_token_ids
 
 __all__ = ["Call", "CompletedRollout", "TraceLevel", "TraceRows", "read_completed_rollouts", "trace_rows"]
 
@@ -70,41 +70,29 @@ def read_completed_rollouts(rollouts: Iterable[Any]) -> list[CompletedRollout]:
             (token_ids) and response (token_ids, log_probs).
 
     Raises:
-        SampleError: rollouts that lack a field or whose values do not fit; all of them are named.
+        SampleError: rollouts that lack a field or whose values do not fit, or several with the ids of one rollout; all
+            of them are named.
     """
-    read, bad, problem = [], [], ""
-    if isinstance(rollouts, str | bytes | Mapping | Tensor | np.ndarray) or not isinstance(rollouts, Iterable):
-        raise _no_rollouts("CompletedRollout", f"a value of type {type(rollouts).__name__}", [])
-    for number, rollout in enumerate(rollouts):
+    read: list[CompletedRollout] = []
+    problems: dict[int, str] = {}
+    try:
+        # One rollout by itself would be read as a list of its fields.
+        given = None if isinstance(rollouts, str | bytes | Mapping) else list(rollouts)
+    except TypeError:
+        given = None
+    if given is None:
+        raise _unreadable("CompletedRollouts", f"{shown(rollouts)}, which is no list of them", [])
+    for number, rollout in enumerate(given):
         try:
             read.append(_rollout(rollout))
-        except (
-            MilesNormError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:
-            bad.append(number)
+        except Exception as error:  # noqa: BLE001  # Reading an object runs its code; what it raises names the rollout.
             got = f"{error.subject}: {error.got}" if isinstance(error, MilesNormError) else f"{error!r:.200}"
-            problem = problem or f"{format_rows([number], 'rollout')}: {got}"
-    if bad:
-        raise _no_rollouts(f"CompletedRollout: {format_rows(bad, 'item')}", problem, bad)
+            problems[number] = f"rollout {number}: {got}"
+    if problems:
+        got = "; ".join(list(problems.values())[:10]) + ("; ..." if len(problems) > 10 else "")
+        raise _unreadable(f"CompletedRollout: {format_rows(list(problems), 'item')}", got, list(problems))
+    _check_ids(read)
     return read
-
-
-def _no_rollouts(subject: str, got: str, rows: Sequence[int]) -> SampleError:
-    return SampleError(
-        subject,
-        got=got,
-        expected="a list of objects or dicts with rollout_id, data_id, final_reward (a number or None) and triplets "
-        "with prompt.token_ids, response.token_ids and as many response.log_probs, all finite",
-        reason="rows and their rollouts are read from these fields",
-        remedy="pass the rollouts as Agent Lightning's rollout manager returns them",
-        rows=rows,
-    )
 
 
 def trace_rows(rollouts: Iterable[Any], level: TraceLevel = "trajectory") -> TraceRows:
@@ -121,7 +109,7 @@ def trace_rows(rollouts: Iterable[Any], level: TraceLevel = "trajectory") -> Tra
         level: Of Agent Lightning's ``trace_aggregator``.
 
     Raises:
-        SampleError: rollouts that cannot be read.
+        SampleError: rollouts that cannot be read, or several with the ids of one rollout.
         ConfigError: an unknown level.
 
     >>> calls = [([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), ([9], [7])]
@@ -203,37 +191,48 @@ def _row(rollout: CompletedRollout, index: int, first: int, part: Sequence[Call]
 
 
 def _rollout(given: Any) -> CompletedRollout:
-    reward = _field(given, "final_reward")
-    if isinstance(reward, str):
-        raise TypeError(f"final_reward {reward!r}")
     return CompletedRollout(
-        rollout_id=_field(given, "rollout_id"),
-        data_id=_field(given, "data_id"),
-        final_reward=None if reward is None else float(reward),
-        calls=tuple(_call(triplet) for triplet in _field(given, "triplets") or ()),
+        rollout_id=_id(given, "rollout_id"),
+        data_id=_id(given, "data_id"),
+        final_reward=_reward(_field(given, "final_reward")),
+        calls=tuple(_call(triplet) for triplet in _list(_field(given, "triplets"))),
     )
+
+
+def _reward(value: Any) -> float | None:
+    """A number, or an array or tensor of one entry, as float."""
+    if getattr(value, "size", None) == 1 or callable(getattr(value, "numel", None)):
+        value = value.item()
+    if isinstance(value, Real | None):
+        return None if value is None else float(value)
+    raise TypeError(f"final_reward {shown(value)}")
+
+
+def _id(given: Any, name: str) -> Any:
+    value = _field(given, name)
+    if isinstance(value, bool) or not isinstance(value, str | Integral):
+        raise TypeError(f"{name} {shown(value)}")
+    return value
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise TypeError(f"triplets {shown(value)}")
+    return value
 
 
 def _call(triplet: Any) -> Call:
     response = _field(triplet, "response")
-    ids = as_token_ids(response["token_ids"], "response.token_ids").copy()
-    given = response.get("log_probs")
-    log_probs = None if given is None else np.asarray(given)
-    if log_probs is not None and log_probs.shape != ids.shape:
-        raise ValueError(f"{len(ids)} response tokens and {log_probs.size} log_probs")
-    # As float32 None would become NaN, and text would be parsed.
-    if (
-        log_probs is not None
-        and log_probs.size
-        and not (log_probs.dtype.kind in "iuf" and np.isfinite(log_probs).all())
-    ):
-        raise ValueError("log_probs that are no finite numbers")
-    server = (_field(triplet, "metadata", None) or {}).get("server") or {}
+    ids = as_token_ids(_field(response, "token_ids"), "response.token_ids").copy()
+    given = _field(response, "log_probs", None)
+    server = _field(_field(triplet, "metadata", None) or {}, "server", None) or {}
     return Call(
-        prompt_token_ids=as_token_ids(_field(triplet, "prompt")["token_ids"], "prompt.token_ids").copy(),
+        prompt_token_ids=as_token_ids(_field(_field(triplet, "prompt"), "token_ids"), "prompt.token_ids").copy(),
         response_token_ids=ids,
-        log_probs=None if log_probs is None else log_probs.astype(np.float32),
-        finish_reason=server.get("finish_reason"),
+        log_probs=None if given is None else as_log_probs(given, len(ids), "response.log_probs"),
+        finish_reason=_field(server, "finish_reason", None),
     )
 
 
@@ -242,3 +241,37 @@ def _field(value: Any, name: str, *default: Any) -> Any:
     if isinstance(value, Mapping):
         return value.get(name, *default) if default else value[name]
     return getattr(value, name, *default)
+
+
+def _check_ids(rollouts: Sequence[CompletedRollout]) -> None:
+    """Every rollout has a pair of ids of its own."""
+    found: dict[tuple[Any, Any], list[int]] = {}
+    for number, rollout in enumerate(rollouts):
+        found.setdefault((rollout.data_id, rollout.rollout_id), []).append(number)
+    shared = {ids: numbers for ids, numbers in found.items() if len(numbers) > 1}
+    if shared:
+        rows = sorted(number for numbers in shared.values() for number in numbers)
+        named = [
+            f"data_id {data_id!r} and rollout_id {rollout_id!r} on {format_rows(numbers, 'item')}"
+            for (data_id, rollout_id), numbers in shared.items()
+        ]
+        raise SampleError(
+            f"CompletedRollout: {format_rows(rows, 'item')}",
+            got="; ".join(named[:10]) + ("; ..." if len(named) > 10 else ""),
+            expected="one item for each pair of data_id and rollout_id",
+            reason="rows with equal ids are siblings, so that several executions would count as one rollout",
+            remedy="pass each rollout once; give attempts at one prompt a rollout_id each",
+            rows=rows,
+        )
+
+
+def _unreadable(subject: str, got: str, rows: Sequence[int]) -> SampleError:
+    return SampleError(
+        subject,
+        got=got,
+        expected="rollout_id and data_id (strings or whole numbers), final_reward (a number or None) and triplets with "
+        "prompt.token_ids, response.token_ids and as many response.log_probs",
+        reason="rows and their rollouts are read from these fields",
+        remedy="pass the rollouts as Agent Lightning's rollout manager returns them",
+        rows=rows,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_norm.errors import DumpError, format_rows
+from miles_norm.errors import DumpError, format_rows, shown
 from miles_norm.samples import Sample
 from miles_norm.session.node import Node
 from miles_norm.session.tree import TrajectoryForest
@@ -30,19 +30,16 @@ def encode_rows(rows: Sequence[Sample], metadata: Mapping[str, Any] | None = Non
         DumpError: a value that has no form in a file; the message names rows and field.
         MissingDependencyError: without the package safetensors.
     """
+    others = [number for number, row in enumerate(rows) if not isinstance(row, Sample)] if _is_list(rows) else []
+    if others or not _is_list(rows) or not isinstance(metadata, Mapping | None):
+        got = f"{format_rows(others)}, no Sample" if others else shown(rows if not _is_list(rows) else metadata)
+        raise _unwritable("rows of a session", got, others)
     try:
         plain = [plain_mapping(row.to_dict(), keep_arrays=True) for row in rows]
         return rows_to_bytes(plain, plain_mapping(metadata or {}, keep_arrays=True))
     except NotPlainError as error:
         bad = list(getattr(error, "rows", ()))
-        raise DumpError(
-            "rows of a session",
-            got=f"{format_rows(bad)}, {error}" if bad else str(error),
-            expected="numbers, strings, booleans, None, arrays, and lists and dicts of them",
-            reason="other values cannot be read back without the code that made them",
-            remedy="convert these values to plain ones in a post-processor",
-            rows=bad,
-        ) from error
+        raise _unwritable("rows of a session", f"{format_rows(bad)}, {error}" if bad else str(error), bad) from error
 
 
 def decode_rows(data: bytes) -> tuple[list[Sample], dict[str, Any]]:
@@ -62,8 +59,17 @@ def decode_rows(data: bytes) -> tuple[list[Sample], dict[str, Any]]:
 
 
 def encode_node(turn: Node) -> bytes:
-    """A turn, added or only prepared, as one line of ASCII for a journal; it holds what the turn adds."""
-    return typed_json.dumps(turn.record()).encode("ascii")
+    """A turn, added or only prepared, as one line of ASCII for a journal; it holds what the turn adds.
+
+    Raises:
+        DumpError: no turn, or one whose messages or tools hold what no file can.
+    """
+    if not isinstance(turn, Node):
+        raise _unwritable("record of a turn", shown(turn))
+    try:
+        return typed_json.dumps(turn.record()).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _unwritable("record of a turn", f"{type(error).__name__}: {error}"[:300]) from error
 
 
 def decode_node(forest: TrajectoryForest, data: bytes) -> Node:
@@ -74,3 +80,18 @@ def decode_node(forest: TrajectoryForest, data: bytes) -> Node:
     """
     with reading("record of a turn"):
         return forest.replay(typed_json.loads(data.decode("ascii")))
+
+
+def _is_list(rows: Any) -> bool:
+    return isinstance(rows, Sequence) and not isinstance(rows, str | bytes)
+
+
+def _unwritable(subject: str, got: str, rows: Sequence[int] = ()) -> DumpError:
+    return DumpError(
+        subject,
+        got=got,
+        expected="Samples, or a turn, of numbers, strings, booleans, None, arrays, and lists and dicts of them",
+        reason="other values cannot be read back without the code that made them",
+        remedy="convert these values to plain ones before, rows in a post-processor",
+        rows=rows,
+    )

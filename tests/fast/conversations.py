@@ -83,6 +83,14 @@ class Trims(Chat):
         return super().body(message, latest).strip()
 
 
+def nested(depth: int = 5000) -> list[Any]:
+    """A list in a list, deeper than the interpreter's stack."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 

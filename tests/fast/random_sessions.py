@@ -56,23 +56,21 @@ def finish(draw: Any, session: Session, request: tuple[Any, Any]) -> None:
 
 
 def turns_in_rows(forest: TrajectoryForest, leaf: int, limit: float) -> list[list[Node]]:
-    """The turns of a leaf's path, row by row, without those that a limit or an aborted turn cuts off; slowly."""
+    """The turns of a leaf's path, row by row, without those that a limit cuts off; slowly."""
     path, step = [], leaf
     while step is not None:
         path.insert(0, forest.nodes[step])
         step = forest.nodes[step].parent
     rows: list[list[Node]] = []
-    ended = False
+    aborted = False
     for node in path:
         context = forest.token_ids(node.seq).tolist()
         before = None if node.parent is None else forest.token_ids(node.parent).tolist()
-        if before is None or context[: len(before)] != before or node.prompt_length < len(before):
+        if before is None or context[: len(before)] != before or node.prompt_length < len(before) or aborted:
             rows.append([])
-            ended = False
-        ended = ended or len(context) > limit
-        if not ended:
+        if len(context) <= limit:
             rows[-1].append(node)
-        ended = ended or node.completion.finish_reason == "abort"
+        aborted = node.completion.finish_reason == "abort"
     return [row for row in rows if row]
 
 

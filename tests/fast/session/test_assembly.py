@@ -1,6 +1,7 @@
 """Rows of small forests, worked out by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_a_linear_conversation_by_hand() -> None:
     assert row.status == "completed"
     assert (row.group_index, row.index, row.rollout_id) == (3, 7, 7)
     assert (row.prompt, row.label, row.run, row.reward) == ("2 + 2?", "4", "a", None)
-    leaf = {"node_id": 1, "parent": 0, "path_node_ids": [0, 1], "response_id": "r1"}
+    leaf = {"node_id": 1, "parent": 0, "path_node_ids": [0, 1], "response_id": "r1", "left_out_node_ids": []}
     assert row.metadata == {"task": "t", "leaf": leaf}
     assert [value.dtype for value in (row.tokens, row.loss_mask, row.rollout_log_probs)] == [
         np.int32,
@@ -138,14 +139,21 @@ def test_rows_are_cut_at_turns(limit: int, tokens: list[int], status: str) -> No
     assert row.status == status
     assert len(row.loss_mask) == len(row.rollout_log_probs) == row.response_length == len(tokens) - 2
     assert row.weight_versions == ["v0", "v1", "v2"][: sum(token % 100 == 0 for token in tokens)]
-    assert row.metadata["leaf"]["path_node_ids"] == [0, 1, 2]
+    # The row says which turns of its leaf it holds, and which are in none.
+    held = len(row.weight_versions)
+    assert row.metadata["leaf"]["path_node_ids"] == [0, 1, 2][:held]
+    assert row.metadata["leaf"]["left_out_node_ids"] == [0, 1, 2][held:]
+    assert (row.metadata["leaf"]["node_id"], row.metadata["leaf"]["response_id"]) == (2, "r2")
 
 
-def test_a_leaf_of_which_nothing_fits_has_no_row() -> None:
+def test_a_leaf_of_which_nothing_fits_has_no_row(caplog: pytest.LogCaptureFixture) -> None:
     forest = forest_of((None, [1, 2, 3], 2), (None, [1], 1))
     seen: list[Any] = []
     rows = assemble(forest, BASE, lambda leaves, _: seen.extend(leaves) or leaves, max_seq_len=4)
     assert paths(rows) == paths(seen) == [[1]]
+    assert caplog.messages == [
+        "rollout 7: no row for the leaves at turn 0: all that leads to them has more than max_seq_len = 4 tokens"
+    ]
     assert assemble(forest, BASE, max_seq_len=1) == []
 
 
@@ -177,13 +185,44 @@ def test_status_is_that_of_the_last_turn() -> None:
         assert assemble(forest_of((None, [1], 1), (0, [2], 1), _1=reason), BASE)[0].status == status
 
 
-def test_a_row_ends_at_an_aborted_turn() -> None:
-    forest = forest_of((None, [1], 2), (0, [2], 1), (1, [3], 1), _1="abort")
-    [row] = assemble(forest, BASE)
-    assert row.tokens.tolist() == [1, 100, 101, 2, 200]
-    assert row.status == "aborted"
-    assert trained(row) == [100, 101, 200]
-    # A turn that is rendered afresh does not stand on the aborted tokens.
+def test_a_row_ends_at_an_aborted_turn_and_what_continues_it_is_another() -> None:
+    """0 - 1 - 2 - 3, and 1 was aborted: its row, and one that has all of it in the prompt."""
+    forest = forest_of((None, [1], 2), (0, [2], 1), (1, [3], 1), (2, [4], 1), _1="abort")
+    rows = assemble(forest, BASE)
+    assert paths(rows) == [[2, 3], [0, 1]]
+    assert [row.tokens.tolist() for row in rows] == [
+        [1, 100, 101, 2, 200, 3, 300, 4, 400],
+        [1, 100, 101, 2, 200],
+    ]
+    assert [row.response_length for row in rows] == [3, 4]
+    assert [row.rollout_log_probs.tolist() for row in rows] == [[-3, 0, -4], [-1, -1 - 1 / 1024, 0, -2]]
+    assert [trained(row) for row in rows] == [[300, 400], [100, 101, 200]]
+    assert [row.status for row in rows] == ["completed", "aborted"]
+    assert [row.weight_versions for row in rows] == [["v2", "v3"], ["v0", "v1"]]
+    # Both are rows of leaf 3 and of the one rollout.
+    assert [row.metadata["leaf"]["node_id"] for row in rows] == [3, 3]
+    assert forest.mismatches == 0
+    # What does not fit is named; the aborted turn stays what it was.
+    [row] = assemble(forest, BASE, max_seq_len=6)
+    assert (paths([row]), row.status, row.metadata["leaf"]["left_out_node_ids"]) == ([[0, 1]], "aborted", [2, 3])
+
+
+def test_turns_that_continue_an_aborted_one_are_siblings() -> None:
+    """Two answers to what was aborted, both kept; the row of what was aborted is there once."""
+    forest = forest_of((None, [1], 2), (0, [2], 1), (0, [3], 1), _0="abort")
+    rows = assemble(forest, BASE)
+    assert paths(rows) == [[2], [1], [0]]
+    assert [trained(row) for row in rows] == [[300], [200], [100, 101]]
+    # 1 was aborted too: each row has one completion, behind all tokens before it.
+    forest = forest_of((None, [1], 2), (0, [2], 1), (1, [3], 1), _0="abort", _1="abort")
+    rows = assemble(forest, BASE)
+    assert [row.tokens.tolist() for row in rows] == [
+        [1, 100, 101, 2, 200, 3, 300], [1, 100, 101, 2, 200], [1, 100, 101]
+    ]  # fmt: skip
+    assert [trained(row) for row in rows] == [[300], [200], [100, 101]]
+
+
+def test_a_row_rendered_afresh_does_not_stand_on_aborted_tokens() -> None:
     forest = forest_of((None, [1], 2), (0, [-2], 1), _0="abort")
     assert [(trained(row), row.status) for row in assemble(forest, BASE)] == [
         ([200], "completed"),
@@ -223,6 +262,42 @@ def test_every_row_has_the_id_of_its_rollout(rollout_id: Any, index: Any, found:
 def test_a_rollout_needs_an_id() -> None:
     with pytest.raises(SessionError, match=r"got: +neither rollout_id nor index"):
         assemble(forest_of((None, [1], 1)), Sample(group_index=1))
+
+
+def test_responses_as_text() -> None:
+    """What follows the first prompt, special tokens and the messages between included; whole turns of a cut row."""
+    session = Session()
+    first = session.turn([user("a")], "b")
+    session.turn(session.then(first, "c"), "d")
+    assert [row.response for row in assemble(session.forest, BASE)] == [""]
+    [row] = assemble(session.forest, BASE, renderer=session.chat)
+    between = "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert row.response == f"b{between}d<|im_end|>"
+    [row] = assemble(session.forest, BASE, renderer=session.chat, max_seq_len=first.context_length)
+    assert row.response == "b<|im_end|>"
+
+
+def test_pickers_see_the_text_of_responses() -> None:
+    session = Session()
+    for text in ("no", "yes"):
+        session.turn([user("a")], text)
+    rows = assemble(
+        session.forest, BASE, lambda leaves, _: [leaf for leaf in leaves if "yes" in leaf.response],
+        renderer=session.chat,
+    )  # fmt: skip
+    assert paths(rows) == [[1]]
+
+
+def test_experts_of_what_continues_an_aborted_turn() -> None:
+    """The row has those of its whole prompt."""
+    forest, _ = with_experts([(None, 3, 2), (0, 1, 2)])
+    forest.nodes[0] = replace(forest.nodes[0], completion=replace(forest.nodes[0].completion, finish_reason="abort"))
+    rows = assemble(forest, BASE)
+    assert paths(rows) == [[1], [0]]
+    assert [row.rollout_routed_experts[:, 0, 0].tolist() for row in rows] == [
+        [0, 1, 2, 3, 1004, 1005, 1006],
+        [0, 1, 2, 3],
+    ]
 
 
 @pytest.mark.parametrize("limit", [0, -3])

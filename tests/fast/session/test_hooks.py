@@ -12,7 +12,8 @@ from conversations import Session, user
 from miles_norm import Sample
 from miles_norm.errors import HookError
 from miles_norm.session.assembly import assemble
-from miles_norm.session.hooks import assign_reward, drop_retries, keep_all, leaf_rewards, mask_ownership, pick
+from miles_norm.session.hook_runs import pick
+from miles_norm.session.hooks import assign_reward, drop_retries, keep_all, leaf_rewards, mask_ownership
 
 
 def tree(*parents: int | None) -> dict[str, Any]:
@@ -256,3 +257,62 @@ def test_a_post_processor_returns_samples_each_once(hook: Any, got: str) -> None
     session.turn([user("a")], "b")
     with pytest.raises(HookError, match=got):
         assemble(session.forest, Sample(index=0), keep_all, [hook])
+
+
+HOOKS = [keep_all, drop_retries, mask_ownership, assign_reward, leaf_rewards]
+
+
+@pytest.mark.parametrize("hook", [keep_all, drop_retries, mask_ownership, leaf_rewards], ids=lambda hook: hook.__name__)
+def test_hooks_name_all_samples_that_they_cannot_read(hook: Any) -> None:
+    samples, metadata = rows()
+    samples[0].metadata, samples[2].metadata = None, {"leaf": {"node_id": 4}}
+    with pytest.raises(HookError, match=r"input of a hook\n +got: +samples 0, 2 without some of it") as raised:
+        hook(samples, metadata | {"agent": {"rewards": {}}})
+    assert raised.value.rows == (0, 2)
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+def test_hooks_without_samples_or_metadata(hook: Any) -> None:
+    with pytest.raises(HookError, match=r"got: +samples of type NoneType"):
+        hook(None, tree(*SHAPE) | {"agent": {"reward": 1.0}})
+    if hook is not keep_all:
+        for metadata in (None, {"tree": {"nodes": [{}]}, "agent": [1]}):
+            with pytest.raises(HookError):
+                hook(rows()[0], metadata)
+
+
+def test_an_error_of_ownership_leaves_all_masks_as_they_were() -> None:
+    metadata = tree(None, 0, 0, 0)
+    samples = [leaf(metadata, n) for n in (2, 3, 1)]
+    for sample in samples[1:]:
+        sample.metadata["leaf"]["path_node_ids"].append(7)
+    with pytest.raises(HookError, match="KeyError: 7"):
+        mask_ownership(samples, metadata)
+    assert [sample.loss_mask for sample in samples] == [[1, 1, 0, 1, 1]] * 3
+
+
+@pytest.mark.parametrize(
+    ("agent", "got"),
+    [
+        ({"rewards": [1]}, r"rewards of the agent\n +got: +\[1\]"),
+        ({"rewards": "r3"}, r"got: +'r3'"),
+        ([1], r"session_metadata\['agent'\]\n +got: +\[1\]"),
+    ],
+)
+def test_agents_whose_rewards_are_none(agent: Any, got: str) -> None:
+    samples, metadata = rows()
+    with pytest.raises(HookError, match=got):
+        leaf_rewards(samples, metadata | {"agent": agent})
+
+
+def test_rows_that_end_before_their_leaf_have_its_reward() -> None:
+    """A row cut by its limit, and the earlier row of a path with an aborted turn."""
+    session = Session()
+    first = session.turn([user("a")], "b", finish_reason="abort")
+    session.turn(session.then(first, "c"), "d")
+    agent = {"rewards": {"r1": 0.5}}
+    found = assemble(session.forest, Sample(index=0), post_processors=[leaf_rewards], agent=agent)
+    assert [(row.reward, row.metadata["leaf"]["path_node_ids"]) for row in found] == [(0.5, [1]), (0.5, [0])]
+    limit = first.context_length
+    found = assemble(session.forest, Sample(index=0), post_processors=[leaf_rewards], agent=agent, max_seq_len=limit)
+    assert [(row.reward, row.metadata["leaf"]["path_node_ids"]) for row in found] == [(0.5, [0])]

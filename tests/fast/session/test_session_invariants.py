@@ -45,14 +45,27 @@ def test_every_kept_completion_is_trained_exactly_once(drawn: tuple[TrajectoryFo
 
 
 @given(sessions())
-def test_without_a_limit_only_what_follows_an_aborted_turn_is_left_out(session: Session) -> None:
-    """Written down without rows: a turn is trained unless the tokens that it continues hold an aborted turn."""
-    nodes, cut = session.forest.nodes, set()
-    for node in nodes:
-        if not node.starts_row and (node.parent in cut or nodes[node.parent].completion.finish_reason == "abort"):
-            cut.add(node.seq)
-    trained = [token for row in assemble(session.forest, BASE) for token in row_tokens(row)]
-    assert sorted(trained) == sorted(sampled_tokens([node for node in nodes if node.seq not in cut]))
+def test_without_a_limit_every_turn_is_trained_once(session: Session) -> None:
+    """Written down without rows, paths and parts: all that was sampled."""
+    rows = assemble(session.forest, BASE)
+    trained = [token for row in rows for token in row_tokens(row)]
+    assert sorted(trained) == sorted(sampled_tokens(session.forest.nodes))
+    assert [row.metadata["leaf"]["left_out_node_ids"] for row in rows] == [[]] * len(rows)
+
+
+@given(picked())
+def test_a_row_is_named_by_what_it_holds(drawn: tuple[TrajectoryForest, set[int], int | None]) -> None:
+    """Its path is exactly the turns in its response; a kept turn is in a row, or every row of its leaf names it."""
+    forest, kept, limit = drawn
+    rows = rows_of(forest, kept, limit)
+    for row in rows:
+        held = [forest.nodes[seq] for seq in row.metadata["leaf"]["path_node_ids"]]
+        assert row_tokens(row, masked=True) == sampled_tokens(held)
+    for leaf in kept:
+        own = [row.metadata["leaf"] for row in rows if row.metadata["leaf"]["node_id"] == leaf]
+        in_rows = {seq for row in rows for seq in row.metadata["leaf"]["path_node_ids"]}
+        missing = [node.seq for node in forest.path(leaf) if node.seq not in in_rows]
+        assert all(place["left_out_node_ids"] == missing for place in own)
 
 
 @given(picked())
@@ -81,15 +94,17 @@ def test_turns_are_whole(drawn: tuple[TrajectoryForest, set[int], int | None]) -
         assert limit is None or len(row.tokens) <= limit
         assert len(row.loss_mask) == len(row.rollout_log_probs) == row.response_length
         path = row.metadata["leaf"]["path_node_ids"]
-        [turns] = [turns for turns in expected if turns == tuple(path[: len(turns)]) and
-                   forest.nodes[turns[-1]].context_length == len(row.tokens)]  # fmt: skip
-        nodes = [forest.nodes[seq] for seq in turns]
+        assert tuple(path) in expected
+        nodes = [forest.nodes[seq] for seq in path]
         assert row_tokens(row, masked=True) == sampled_tokens(nodes)
         assert row.tokens.tolist() == forest.token_ids(nodes[-1].seq).tolist()
         start = nodes[0].prompt_length
         for node in nodes:
             assert len(set(row.loss_mask[node.prompt_length - start : node.context_length - start].tolist())) <= 1
-        cut = len(turns) < len(path) and nodes[-1].completion.finish_reason != "abort"
+        continued = forest.path(row.metadata["leaf"]["node_id"])[len(forest.path(path[-1])) :][:1]
+        cut = nodes[-1].completion.finish_reason != "abort" and any(
+            not node.starts_row and node.context_length > (limit or math.inf) for node in continued
+        )
         reason = {"stop": "completed", "tool_calls": "completed", "length": "truncated", "abort": "aborted"}
         assert row.status == ("truncated" if cut else reason[nodes[-1].completion.finish_reason])
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +74,8 @@ def test_nothing_of_the_input_is_edited_or_kept(level: str) -> None:
 def test_arrays_and_rewards_are_exact(level: str) -> None:
     # 1/3 has no bfloat16; nor does 0.1 + 2^-40 have a float32.
     rewards = [1 / 3, 0.1 + 2**-40]
-    rows = trace_rows([rollout(([1], [2, 3]), reward=reward) for reward in rewards], level).samples
+    given = [rollout(([1], [2, 3]), reward=reward, rollout_id=number) for number, reward in enumerate(rewards)]
+    rows = trace_rows(given, level).samples
     assert [row.reward for row in rows] == rewards
     assert {type(row.reward) for row in rows} == {float}
     for row in rows:
@@ -145,9 +147,9 @@ def test_status_is_that_of_the_last_call() -> None:
     [
         ({"final_reward": "0.5"}, r"item 1\n +got: +rollout 1: TypeError\(\"final_reward '0.5'\"\)"),
         ({"triplets": [{"prompt": {"token_ids": [1]}, "response": {"token_ids": [2], "log_probs": []}}]},
-         "1 response tokens and 0 log_probs"),
+         r"1 token ids and log_probs of shape \[0\]"),
         ({"triplets": [{"prompt": {"token_ids": [0.5]}, "response": {"token_ids": [2]}}]}, "dtype float64"),
-        ({"triplets": [{"prompt": None, "response": {"token_ids": [2]}}]}, "TypeError"),
+        ({"triplets": [{"prompt": None, "response": {"token_ids": [2]}}]}, "AttributeError"),
         ({"triplets": [{"response": {"token_ids": [2]}}]}, "KeyError"),
     ],
 )  # fmt: skip
@@ -166,9 +168,83 @@ def test_all_bad_rollouts_are_named() -> None:
     assert raised.value.rows == (0, 2)
 
 
+def call(**response: Any) -> dict[str, Any]:
+    return {"triplets": [{"prompt": {"token_ids": [1]}, "response": {"token_ids": [2, 3]} | response}]}
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (call(log_probs=[-1.0, math.nan]), "response.log_probs: nan at position 1"),
+        (call(log_probs=[0.5, 0.25]), "response.log_probs: 0.5, 0.25 at positions 0, 1"),
+        (call(log_probs=["-1", "-2"]), "response.log_probs: an array of dtype <U2"),
+        (call(log_probs=[-1.0, None]), "response.log_probs: an array of dtype object"),
+        (call(log_probs=[[-1.0], [-1.0, -2.0]]), "response.log_probs: list that makes no array"),
+        (call(log_probs=[-1.0]), r"2 token ids and log_probs of shape \[1\]"),
+        (call(log_probs=[-1e300, -1.0]), r"-1e\+300 at position 0"),
+        (call(token_ids=[2, 2**31]), "response.token_ids: 2147483648 at position 1"),
+        ({"final_reward": b"1"}, "final_reward b'1'"),
+        ({"final_reward": 10**400}, "OverflowError"),
+        ({"final_reward": [1.0]}, r"final_reward \[1.0\]"),
+        ({"final_reward": 1j}, "final_reward 1j"),
+        ({"final_reward": torch.zeros(2)}, "RuntimeError"),
+        ({"rollout_id": None}, "rollout_id None"),
+        ({"data_id": ["d"]}, r"data_id \['d'\]"),
+        ({"data_id": True}, "data_id True"),
+        ({"triplets": 5}, "triplets 5"),
+        ({"triplets": "ab"}, "triplets 'ab'"),
+        ({"triplets": [{"prompt": {"token_ids": None}, "response": {"token_ids": []}}]}, "prompt.token_ids"),
+    ],
+)  # fmt: skip
+def test_values_of_another_kind(broken: dict[str, Any], text: str) -> None:
+    with pytest.raises(SampleError, match=rf"CompletedRollout: item 1\n +got: +rollout 1: .*{text}"):
+        read_completed_rollouts([rollout(), rollout() | broken])
+
+
+@pytest.mark.parametrize("given", [None, 5, "ab", rollout()])
+def test_what_is_no_list_of_rollouts(given: Any) -> None:
+    with pytest.raises(SampleError, match="which is no list of them"):
+        trace_rows(given)
+
+
+def test_rewards_are_numbers_of_any_kind() -> None:
+    rewards = [True, 2, np.float32(0.5), np.array([0.25]), torch.tensor(-1.0), math.inf]
+    read = read_completed_rollouts([rollout(reward=r, rollout_id=n) for n, r in enumerate(rewards)])
+    assert [(one.final_reward, type(one.final_reward)) for one in read] == [
+        (value, float) for value in (1.0, 2.0, 0.5, 0.25, -1.0, math.inf)
+    ]
+
+
+def test_log_probs_may_be_above_zero_by_rounding() -> None:
+    [row] = trace_rows([rollout() | call(log_probs=[1e-6, -0.0])]).samples
+    assert row.rollout_log_probs.tolist() == [float(np.float32(1e-6)), 0.0]
+
+
+def test_problems_of_all_rollouts_are_told() -> None:
+    with pytest.raises(SampleError, match=r"rollout 0: TypeError.*'a'.*rollout 2: TypeError.*'b'"):
+        read_completed_rollouts([rollout(reward="a"), rollout(), rollout(reward="b")])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rollouts_with_the_ids_of_another_are_no_siblings(level: str) -> None:
+    """They would be one rollout, whose rows have different rewards."""
+    given = [rollout(([1], [2]), rollout_id=ids[1], data_id=ids[0]) for ids in ("ax", "ay", "ax", "bx", "by", "by")]
+    with pytest.raises(SampleError, match="CompletedRollout: items 0, 2, 4, 5") as raised:
+        trace_rows(given, level)
+    assert raised.value.rows == (0, 2, 4, 5)
+    assert raised.value.got == (
+        "data_id 'a' and rollout_id 'x' on items 0, 2; data_id 'b' and rollout_id 'y' on items 4, 5"
+    )
+    # One id under two prompts is two rollouts, as everywhere.
+    result = normalize_rewards(trace_rows([given[0], given[3]], level).samples)
+    assert result.index.num_rollouts == 2
+
+
 def test_unknown_level() -> None:
     with pytest.raises(ConfigError, match=r"got: +'turn'\n +expected: 'transition' or 'trajectory'"):
         trace_rows(ROLLOUTS, "turn")
+    with pytest.raises(ConfigError, match="trace level"):
+        trace_rows(ROLLOUTS, np.array(["transition", "trajectory"]))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), max_size=3)), min_size=1, max_size=6))

@@ -1,12 +1,14 @@
 """Where requests attach, what a turn holds, and what is refused."""
 
+import math
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from conversations import STOP, Chat, Session, StripsThinking, assistant, reply, user
+from conversations import STOP, Chat, Session, StripsThinking, assistant, nested, reply, user
 
-from miles_norm.errors import HookError, MilesNormError, NodeLimitError, PathEndedError, SessionError
+from miles_norm.errors import ConfigError, HookError, MilesNormError, NodeLimitError, PathEndedError, SessionError
 from miles_norm.session.completion import Completion
 from miles_norm.session.node import Attachment
 from miles_norm.session.rendering import Renderer
@@ -118,18 +120,65 @@ def test_the_number_of_turns_is_limited() -> None:
         session.forest.commit(attachment, [1], reply(session.chat, "C"))
 
 
+def test_requests_under_way_count() -> None:
+    session = Session(max_nodes=3)
+    session.turn([user("a")], "A")
+    attachments = [session.forest.attach([user("b")], under_way=n) for n in range(2)]
+    text = r"got: +1 turns and one more beside 2 under way, 1 of which start a tree"
+    with pytest.raises(NodeLimitError, match=text):
+        session.forest.attach([user("b")], under_way=2)
+    for attachment in attachments:
+        session.forest.commit(attachment, [1], reply(session.chat, "B"))
+    assert len(session.forest.nodes) == 3
+    with pytest.raises(ConfigError, match=r"under_way\n +got: +-1"):
+        session.forest.attach([user("b")], under_way=-1)
+
+
+def test_a_session_is_read_back_under_a_lower_limit() -> None:
+    session, again = Session(), TrajectoryForest(max_nodes=1)
+    for text in "ab":
+        session.turn([user(text)], "A")
+    for record in records_of(session.forest):
+        again.replay(record)
+    assert len(again.nodes) == 2
+    with pytest.raises(NodeLimitError):
+        again.attach([user("c")])
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, "5", 2.5, None])
+def test_limits_that_are_none(limit: Any) -> None:
+    with pytest.raises(ConfigError, match=r"max_nodes\n +got: "):
+        TrajectoryForest(max_nodes=limit)
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({"log_probs": np.zeros(3)}, r"2 token ids and log_probs of shape \[3\]"),
-        ({"log_probs": np.zeros((2, 1))}, r"log_probs of shape \[2, 1\]"),
+        ({"log_probs": np.zeros((2, 1))}, r"an array of dtype float64 and shape \[2, 1\]"),
         ({"finish_reason": "content_filter"}, "finish_reason 'content_filter'"),
         ({"routed_experts": np.zeros((5, 2, 1), np.int32)}, r"\[5, 2, 1\], where 4 tokens have been routed"),
         ({"routed_experts": np.zeros((4, 2), np.int32)}, r"routed_experts of shape \[4, 2\]"),
         ({"token_ids": np.array([0.5, 1.0])}, r"completion.token_ids\n +got: +an array of dtype float64"),
         ({"token_ids": np.array([-1, 2])}, "completion.token_ids"),
         ({"token_ids": np.array([[1, 2]])}, r"shape \[1, 2\]"),
-        ({"token_ids": np.array([1, 2**31])}, "whole numbers from 0 to 2147483647"),
+        ({"token_ids": np.array([1, 2**31])}, r"2147483648 at position 1\n +expected: token ids: whole numbers from 0"),
+        ({"token_ids": [[1], [2, 3]]}, r"completion.token_ids\n +got: +list that makes no array"),
+        ({"token_ids": None}, r"completion.token_ids\n +got: +an array of dtype object and shape \[\]"),
+        ({"log_probs": None}, r"completion.log_probs\n +got: +an array of dtype object"),
+        ({"log_probs": np.array([math.nan, -1])}, "nan at position 0"),
+        ({"log_probs": np.array([-1, -math.inf])}, "-inf at position 1"),
+        ({"log_probs": [0.002, 1.0]}, "0.002, 1.0 at positions 0, 1"),
+        ({"log_probs": ["-1", "-2"]}, r"log_probs\n +got: +an array of dtype <U2"),
+        ({"log_probs": [-1e39, -1.0]}, r"-1e\+39 at position 0"),
+        ({"message": None}, "message None"),
+        ({"message": None, "finish_reason": ["stop"]}, r"message None; finish_reason \['stop'\]"),
+        ({"message": {"content": nested()}}, r"completion.message\n +got: +what cannot be copied: RecursionError"),
+        ({"message": {"content": threading.Lock()}}, "what cannot be copied: TypeError"),
+        ({"routed_experts": [[1]]}, r"routed_experts \[\[1\]\]"),
+        ({"routed_experts": np.zeros((4, 2, 1))}, "routed_experts array"),
+        ({"weight_version": 5}, "weight_version 5"),
+        ({"response_id": 5}, "response_id 5"),
     ],
 )
 def test_completions_that_do_not_fit(fields: dict[str, Any], text: str) -> None:
@@ -137,6 +186,12 @@ def test_completions_that_do_not_fit(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(SessionError, match=text):
         forest.commit(forest.attach(QUESTION), [1, 2, 3], reply(Chat(), "4", **fields))
     assert forest.nodes == []
+
+
+def test_log_probs_may_be_above_zero_by_rounding() -> None:
+    forest = TrajectoryForest()
+    node = forest.commit(forest.attach(QUESTION), [1], reply(Chat(), "4", log_probs=[2.0**-20, -1.0]))
+    assert node.completion.log_probs.tolist() == [2.0**-20, -1.0]
 
 
 def test_an_attachment_to_another_session() -> None:
