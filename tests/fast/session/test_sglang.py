@@ -99,8 +99,11 @@ def test_tool_calls() -> None:
 
 
 def test_an_abort_before_the_first_token() -> None:
-    completion = generate(FakeSGLang(token_ids=[], text="", finish_reason="abort"))
-    assert completion.token_ids.shape == completion.log_probs.shape == (0,)
+    server = FakeSGLang(token_ids=[], text="", finish_reason="abort")
+    for experts in (None, (2, 3)):
+        completion = generate(server, routed_experts=experts)
+        assert completion.token_ids.shape == completion.log_probs.shape == (0,)
+        assert completion.routed_experts is None
 
 
 def test_routed_experts() -> None:
@@ -163,26 +166,89 @@ def test_answers_that_lack_something(field: str, match: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "match"),
+    ("meta", "match"),
     [
-        ({"output_token_logprobs": [[None, 1, "x"]] * 3}, "no finite numbers, at tokens|such as"),
+        ({"output_token_logprobs": [[None, 1, "x"]] * 3}, r"no finite numbers, at tokens \[0, 1, 2\](.*\n)*.*weights"),
         ({"output_token_logprobs": [[float("nan"), 1, "x"]] * 3}, r"no finite numbers, at tokens \[0, 1, 2\]"),
-        ({"output_token_logprobs": [[-1.0]] * 3}, r"output_token_logprobs such as \[\[-1\.0\]\]"),
-        ({"output_token_logprobs": [[-1.0, "a", "x"]] * 3}, "output_token_logprobs such as"),
+        ({"output_token_logprobs": [[-1.0, 1, "x"], [-1e300, 1, "x"]]}, r"no finite numbers, at tokens \[1\]"),
+        ({"output_token_logprobs": [[-1.0, 1, "x"], [0.5, 1, "x"]]}, r"above 0, such as 0\.5, at tokens \[1\]"),
+        (
+            {"output_token_logprobs": [[-1.0]] * 3},
+            r"output_token_logprobs such as \[\[-1\.0\]\], at tokens \[0, 1, 2\]",
+        ),
+        ({"output_token_logprobs": ["12", [-1.0, 1, "x"], 5]}, r"such as \['12'\], at tokens \[0, 2\]"),
+        ({"output_token_logprobs": {"0": [-1.0, 1, "x"]}}, "no output_token_logprobs"),
+        ({"output_token_logprobs": [], "completion_tokens": 0}, "no tokens, and finish_reason 'stop'"),
         ({"completion_tokens": 4}, "3 log-probs for 4 sampled tokens"),
     ],
 )
-def test_tokens_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], match: str) -> None:
+def test_tokens_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, meta: dict[str, Any], match: str) -> None:
+    changed(monkeypatch, lambda made: made["choices"][0]["meta_info"].update(meta))
+    with pytest.raises(EngineContractError, match=match):
+        generate(FakeSGLang())
+
+
+NO_IDS = ["5", 5.0, 5.7, True, None, [5], -1, 2**31, 2**33]
+NO_LOG_PROBS = ["-1.0", True, [-1.0], {}, -(10**400)]
+
+
+@pytest.mark.parametrize(
+    "entry", [[-1.0, token, "x"] for token in NO_IDS] + [[value, 5, "x"] for value in NO_LOG_PROBS]
+)
+def test_nothing_is_made_a_number_that_is_none(monkeypatch: pytest.MonkeyPatch, entry: list[Any]) -> None:
+    """A text, a fraction or an id that wraps around would be trained as some other token."""
+    entries = [[-1.0, 5, "x"], entry]
+    changed(monkeypatch, lambda made: made["choices"][0]["meta_info"].update(output_token_logprobs=entries))
+    with pytest.raises(EngineContractError, match=r"output_token_logprobs such as .*, at tokens \[1\]"):
+        generate(FakeSGLang(token_ids=[5, 5]))
+
+
+def test_rounding_and_whole_numbers_are_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [[0, 5, "x"], [-2, 6, "x"], [1e-6, 0, None]]
+    changed(monkeypatch, lambda made: made["choices"][0]["meta_info"].update(output_token_logprobs=entries))
+    completion = generate(FakeSGLang())
+    assert completion.log_probs.tolist() == pytest.approx([0.0, -2.0, 1e-6])
+    assert completion.token_ids.tolist() == [5, 6, 0]
+
+
+@pytest.mark.parametrize("returned", [[[1], [2, 3]], {"a": 1}, "abc", [None], 5])
+def test_a_prompt_that_is_given_back_as_something_else(monkeypatch: pytest.MonkeyPatch, returned: Any) -> None:
+    changed(monkeypatch, lambda made: made["choices"][0].update(prompt_token_ids=returned))
+    with pytest.raises(EngineContractError, match="an answer to another prompt"):
+        generate(FakeSGLang())
+
+
+MESSAGES_THAT_CANNOT_COME_BACK = [
+    {"role": "user"},
+    {"role": 5},
+    {"content": 5},
+    {"content": ["a"]},
+    {"tool_calls": "x"},
+    {"tool_calls": [None]},
+    {"tool_calls": [{"id": "a"}]},
+    {"tool_calls": [{"function": {"name": "open"}}]},
+    {"tool_calls": [{"function": {"name": None, "arguments": "{}"}}]},
+]
+
+
+@pytest.mark.parametrize("part", MESSAGES_THAT_CANNOT_COME_BACK)
+def test_a_reply_that_no_agent_can_send_back(monkeypatch: pytest.MonkeyPatch, part: dict[str, Any]) -> None:
+    changed(monkeypatch, lambda made: made["choices"][0]["message"].update(part))
+    (name,) = part
+    with pytest.raises(EngineContractError, match=rf"got: +{name} .* in choices\[0\]\.message"):
+        generate(FakeSGLang())
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+    """Have every answer changed."""
     answer = FakeSGLang.answer
 
     def other(self: FakeSGLang, body: dict[str, Any]) -> dict[str, Any]:
         made = answer(self, body)
-        made["choices"][0]["meta_info"].update(changed)
+        change(made)
         return made
 
     monkeypatch.setattr(FakeSGLang, "answer", other)
-    with pytest.raises(EngineContractError, match=match):
-        generate(FakeSGLang())
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [1, 2]}, {"choices": [1]}, None])
@@ -354,7 +420,73 @@ def test_waiting_for_a_server_that_starts() -> None:
     run(server, use)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://", ""])
-def test_urls(url: str) -> None:
+WRONG_URLS = [
+    "127.0.0.1:30000", "ftp://host", "http://", "", "http://:30000", "http://[::1", "http://host:port", "http://host:99999",
+    "http://host:0", "http://a b", "\nhttp://host", "http://host?a=b", "http://host#a", "http://host/v1", "http://host/v1/",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", [*WRONG_URLS, None, 5])
+def test_urls(url: Any) -> None:
     with pytest.raises(ConfigError, match="url of the engine"):
         SGLangEngine(url, RENDERER)
+    with pytest.raises(ConfigError, match="url of the engine"):
+        SGLangEngine("http://host", RENDERER, workers=[url])
+
+
+@pytest.mark.parametrize("url", ["http://host", "https://host:30000/", "http://[::1]:30000", "http://gateway/sglang"])
+def test_urls_that_can_be_asked(url: str) -> None:
+    SGLangEngine(url, RENDERER)
+
+
+def test_a_server_of_another_model_is_found_before_it_sees_a_prompt() -> None:
+    server = FakeSGLang(tokenize=lambda text: [token + 1 for token in text.encode()])
+    match = r"got: +\[.*\] as tokens of '<\|im_start.*\n.*as the tokenizer here.*\n.*\n.*folder of the model"
+    with pytest.raises(ConfigError, match=match):
+        generate(server)
+    assert server.bodies == []
+
+
+def test_the_tokenizer_is_asked_for_once_and_a_router_need_not_tell() -> None:
+    asked: list[str] = []
+
+    def tokenize(text: str) -> list[int]:
+        asked.append(text)
+        return RENDERER.encode(text)
+
+    async def use(engine: SGLangEngine) -> None:
+        long = ask(token_ids=np.array(RENDERER.encode("x" * 10_000), np.int32))
+        await engine.generate(long)
+        await engine.generate(ask())
+
+    run(FakeSGLang(tokenize=tokenize), use)
+    assert asked == ["x" * 2000]
+    assert generate(FakeSGLang(tokenize=None)).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("models", [{"tiny": 1}, ["tiny"], [{"name": "tiny"}], None, 404, 401])
+def test_an_address_where_no_models_are_listed(models: Any) -> None:
+    """The agent did not ask for them: it is not told 404 as if its session was gone."""
+    with pytest.raises(EngineContractError, match=r"/v1/models\n(.*\n)+.*see what answers at this address"):
+        generate(FakeSGLang(models=models))
+
+
+@pytest.mark.parametrize("version", ["", None, 17])
+def test_a_version_that_rows_could_not_show(version: Any) -> None:
+    server = FakeSGLang()
+    with pytest.raises(ConfigError, match=r"weight_version\n +got: +(''|None|17)\n"):
+        run(server, lambda engine: engine.update_weights("folder", version))
+    assert server.bodies == []
+
+
+def test_a_folder_is_sent_as_it_is_found_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = FakeSGLang()
+    monkeypatch.chdir(tmp_path)
+    run(server, lambda engine: engine.update_weights("checkpoints/17", "17"))
+    assert server.bodies[0]["model_path"] == str(tmp_path / "checkpoints" / "17")
+
+
+@pytest.mark.parametrize("status", ["204", "302"])
+def test_a_status_that_is_no_refusal_is_not_passed_on(status: str) -> None:
+    with pytest.raises(EngineContractError, match=f"HTTP status {status} of http"):
+        generate(FakeSGLang(broken=status))
