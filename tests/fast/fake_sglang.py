@@ -6,16 +6,23 @@ What it samples is scripted. Fields that a request does not ask for are left out
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
 
+from miles_norm.session.completion import Completion
 from miles_norm.session.engines.chatml import ChatMLRenderer
+from miles_norm.session.engines.protocol import GenerationRequest
+from miles_norm.session.engines.sglang import SGLangEngine
 
+T = TypeVar("T")
+RENDERER = ChatMLRenderer()
+MESSAGES = [{"role": "user", "content": "hi"}]
+PROMPT = np.array(RENDERER.encode(RENDERER.render(MESSAGES, add_generation_prompt=True)), dtype=np.int32)
 END_OF_TURN = 258
 ROUTER_FIELDS = (
     "model",
@@ -200,3 +207,27 @@ async def serving(server: FakeSGLang, port: int = 0) -> AsyncIterator[FakeSGLang
         yield server
     finally:
         await runner.cleanup()
+
+
+def ask(**settings: Any) -> GenerationRequest:
+    """A request."""
+    return GenerationRequest(**{"token_ids": PROMPT, "messages": MESSAGES} | settings)
+
+
+def run(server: FakeSGLang, use: Callable[[SGLangEngine], Awaitable[T]], **settings: Any) -> T:
+    """What comes of using a client of the server."""
+
+    async def served() -> T:
+        async with serving(server):
+            engine = SGLangEngine(server.url, RENDERER, **settings)
+            await engine.start()
+            try:
+                return await use(engine)
+            finally:
+                await engine.close()
+
+    return asyncio.run(served())
+
+
+def generate(server: FakeSGLang, request: GenerationRequest | None = None, **settings: Any) -> Completion:
+    return run(server, lambda engine: engine.generate(request or ask()), **settings)

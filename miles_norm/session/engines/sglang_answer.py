@@ -51,14 +51,15 @@ def read_completion(
         raise broken(f"no tokens, and finish_reason {shown(reason)}", "tokens, that which ended the reply too")
     version, response_id = meta.get("weight_version"), answer.get("id")
     context = len(request.token_ids) + len(token_ids)
-    unrouted = routed_experts is None or (reason == "abort" and "routed_experts" not in meta)
+    if reason == "abort" and "routed_experts" not in meta:
+        routed_experts = None
     return Completion(
         message=_message(choice.get("message")),
         token_ids=token_ids,
         log_probs=log_probs,
         finish_reason=cast(FinishReason, reason),
         weight_version=None if version is None else str(version),
-        routed_experts=None if unrouted else _experts(meta, context - 1, routed_experts),
+        routed_experts=None if routed_experts is None else _experts(meta, context - 1, routed_experts),
         response_id=None if response_id is None else str(response_id),
     )
 
