@@ -165,7 +165,8 @@ def main() -> None:
     try:
         port = _usable_port(options.port)
     except OSError as error:
-        parser.error(f"port {options.port} cannot be listened at: {error.strerror}; --port 0 takes a free one")
+        reason = os.strerror(error.errno or 0)  # Its own text repeats the address.
+        parser.error(f"port {options.port} cannot be listened at: {reason}; --port 0 takes a free one")
     if options.run:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupted)
