@@ -6,14 +6,23 @@ What it samples is scripted. Fields that a request does not ask for are left out
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
 
+from miles_norm.session.completion import Completion
+from miles_norm.session.engines.chatml import ChatMLRenderer
+from miles_norm.session.engines.protocol import GenerationRequest
+from miles_norm.session.engines.sglang import SGLangEngine
+
+T = TypeVar("T")
+RENDERER = ChatMLRenderer()
+MESSAGES = [{"role": "user", "content": "hi"}]
+PROMPT = np.array(RENDERER.encode(RENDERER.render(MESSAGES, add_generation_prompt=True)), dtype=np.int32)
 END_OF_TURN = 258
 ROUTER_FIELDS = (
     "model",
@@ -47,7 +56,9 @@ class FakeSGLang:
     weight_version: str = "default"
     unflushed: int = 0
     """Updates of the weights that meet a request which is just ending."""
-    models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "tiny", "parent": None}])
+    models: Any = field(default_factory=lambda: [{"id": "tiny", "parent": None}])
+    tokenize: Callable[[str], list[int]] | None = ChatMLRenderer().encode
+    """Of its model; None: a router without this route."""
     ready_workers: int | None = None
     """Of a router; None: a server."""
     url: str = ""
@@ -103,6 +114,10 @@ class FakeSGLang:
             "cached_tokens": 0,
             "output_token_logprobs": [[log_prob(k), token, "x"] for k, token in enumerate(self.token_ids)],
         }
+        if self.finish_reason == "abort" and not self.token_ids:
+            # What the real one says of a request that was still waiting.
+            meta["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
+            del meta["prompt_tokens"], meta["cached_tokens"]
         if self.experts is not None and body.get("return_routed_experts"):
             meta["routed_experts"] = base64.b64encode(self.experts.tobytes()).decode()
         if not body.get("logprobs"):
@@ -139,7 +154,17 @@ class FakeSGLang:
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": "Succeeded to update model weights."})
 
+    async def tokens(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.tokenize is None:
+            return web.Response(status=404)
+        assert body["add_special_tokens"] is False
+        tokens = self.tokenize(body["prompt"])
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 16384})
+
     async def list_models(self, request: web.Request) -> web.Response:
+        if isinstance(self.models, int):
+            return refusal(self.models, "as scripted")
         return web.json_response({"object": "list", "data": self.models})
 
     async def readiness(self, request: web.Request) -> web.Response:
@@ -167,6 +192,7 @@ async def serving(server: FakeSGLang, port: int = 0) -> AsyncIterator[FakeSGLang
         web.post("/v1/chat/completions", server.chat),
         web.post("/update_weights_from_disk", server.update),
         web.get("/v1/models", server.list_models),
+        web.post("/tokenize", server.tokens),
         web.get("/readiness", server.readiness),
         web.get("/health", server.health),
     ])  # fmt: skip
@@ -181,3 +207,27 @@ async def serving(server: FakeSGLang, port: int = 0) -> AsyncIterator[FakeSGLang
         yield server
     finally:
         await runner.cleanup()
+
+
+def ask(**settings: Any) -> GenerationRequest:
+    """A request."""
+    return GenerationRequest(**{"token_ids": PROMPT, "messages": MESSAGES} | settings)
+
+
+def run(server: FakeSGLang, use: Callable[[SGLangEngine], Awaitable[T]], **settings: Any) -> T:
+    """What comes of using a client of the server."""
+
+    async def served() -> T:
+        async with serving(server):
+            engine = SGLangEngine(server.url, RENDERER, **settings)
+            await engine.start()
+            try:
+                return await use(engine)
+            finally:
+                await engine.close()
+
+    return asyncio.run(served())
+
+
+def generate(server: FakeSGLang, request: GenerationRequest | None = None, **settings: Any) -> Completion:
+    return run(server, lambda engine: engine.generate(request or ask()), **settings)

@@ -1,6 +1,9 @@
 """What comes back from a real SGLang server, directly and through a session server."""
 
 import asyncio
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +12,7 @@ from conversations import user
 from scripted import Api, served, until
 from sglang_servers import Models, Server, Transformers, client, flush_cache, post, running_requests, sampled
 
-from miles_norm.errors import EngineRejectedError
+from miles_norm.errors import ConfigError, EngineRejectedError
 from miles_norm.session.completion import Completion
 from miles_norm.session.engines.hugging_face import HuggingFaceRenderer
 from miles_norm.session.engines.protocol import GenerationRequest
@@ -136,6 +139,35 @@ async def test_a_generation_that_the_server_aborts(sglang: Server, models: Model
     assert row.status == "aborted"
     assert 0 < row.response_length < 15_000
     assert sampled(row).all()
+
+
+async def test_a_generation_that_is_aborted_while_it_waits_for_its_turn(sglang: Server, models: Models) -> None:
+    """The server has room for 32,768 tokens, and tells less of requests that it has not begun."""
+    async with served(engine_of(sglang, models)) as api:
+        sessions = [await api.create() for _ in range(6)]
+        long = {"max_tokens": 7_000, "ignore_eos": True}
+        turns = [asyncio.create_task(api.turn(each, [user("x" * 9_000 + each)], **long)) for each in sessions]
+        await until(lambda: running_requests(sglang))
+        await asyncio.sleep(0.3)
+        await post(sglang, "/abort_request", {"abort_all": True})
+        answers = await asyncio.gather(*turns)
+        rows = [row for each in sessions for row in await api.rows(each, index=0)]
+    assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"abort"}
+    assert 0 in {answer["usage"]["completion_tokens"] for answer in answers}
+    assert {row.status for row in rows} == {"aborted"}
+
+
+async def test_the_folder_of_another_model(sglang: Server, models: Models, tmp_path: Path) -> None:
+    """An id beyond the vocabulary would end the server."""
+    shutil.copytree(models.first, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    changed = json.loads(file.read_text(encoding="utf-8"))
+    changed["model"]["vocab"] = {letter: 1000 + token for letter, token in changed["model"]["vocab"].items()}
+    file.write_text(json.dumps(changed), encoding="utf-8")
+    async with client(sglang, tmp_path) as engine:
+        with pytest.raises(ConfigError, match="as the tokenizer here has them"):
+            await engine.generate(ask(engine, QUESTIONS[0]))
+        assert await engine.health()
 
 
 async def test_a_client_that_leaves_stops_the_generation_and_no_other(sglang: Server, models: Models) -> None:

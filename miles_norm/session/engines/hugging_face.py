@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_norm.errors import ConfigError, RenderingError
+from miles_norm.errors import ConfigError, RenderingError, shown
 from miles_norm.session.extras import import_extra
 from miles_norm.session.rendering import Message
 
@@ -58,10 +58,10 @@ class HuggingFaceRenderer:
         try:
             config = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))
             self._templates = self._compile(config)
-        except (OSError, ValueError, jinja2.TemplateError) as error:
+        except (OSError, ValueError, TypeError, RecursionError, jinja2.TemplateError) as error:
             raise self._unreadable("tokenizer_config.json or chat_template.jinja", str(error)) from error
         named = {name: config.get(name) for name in _NAMED_TOKENS}
-        named = {name: token["content"] if isinstance(token, Mapping) else token for name, token in named.items()}
+        named = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in named.items()}
         self._variables = {name: token for name, token in named.items() if token} | dict(template_variables or {})
 
     def render(
@@ -85,7 +85,7 @@ class HuggingFaceRenderer:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program, and divides by zero as any other
             raise RenderingError(
                 f"messages for the chat template of {self._folder}",
                 got=f"{type(error).__name__}: {error}",
@@ -104,11 +104,16 @@ class HuggingFaceRenderer:
         text: str = self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=False)
         return text
 
-    def _compile(self, config: Mapping[str, Any]) -> dict[str, jinja2.Template]:
+    def _compile(self, config: object) -> dict[str, jinja2.Template]:
         """The template, or several by name: ``default`` and, if there is one, ``tool_use``."""
+        if not isinstance(config, Mapping):
+            raise TypeError(f"tokenizer_config.json is {shown(config)}, and no JSON object")
         file = self._folder / "chat_template.jinja"
         found = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
-        named = {"default": found} if isinstance(found, str) else {one["name"]: one["template"] for one in found or ()}
+        listed = [{"name": "default", "template": found}] if isinstance(found, str) else found or []
+        if not isinstance(listed, list) or not all(_is_named_template(one) for one in listed):
+            raise TypeError(f"chat_template is {shown(found)}, and neither a text nor texts with names")
+        named = {one["name"]: one["template"] for one in listed}
         if "default" not in named:
             raise ValueError("there is no chat template")
         environment = _environment()
@@ -122,6 +127,10 @@ class HuggingFaceRenderer:
             reason="prompts are rendered and tokenized here, as the model reads them",
             remedy="name the folder of the model; AutoTokenizer.from_pretrained(...).save_pretrained(...) writes these",
         )
+
+
+def _is_named_template(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("name", "template"))
 
 
 def _plain(message: Message) -> dict[str, Any]:

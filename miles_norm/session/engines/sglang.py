@@ -1,8 +1,4 @@
-"""An SGLang server as the engine, over HTTP.
-
-The client is aiohttp: on two cores it takes 0.13 ms a call where httpx takes 0.58, and carries 10,000 calls a second
-where httpx carries 700; bare asyncio streams would take 0.04 ms and carry 27,000 (``benchmarks/http_clients.py``).
-"""
+"""An SGLang server as the engine, over HTTP."""
 
 from __future__ import annotations
 
@@ -11,33 +7,28 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from pathlib import Path
+from typing import Any
 
-from miles_norm.errors import ConfigError, EngineRejectedError, EngineUnavailableError, shown
+from miles_norm.errors import ConfigError, EngineContractError, EngineRejectedError, EngineUnavailableError, shown
 from miles_norm.session.completion import Completion
 from miles_norm.session.engines.protocol import GenerationRequest
 from miles_norm.session.engines.sglang_answer import broken, read_completion
-from miles_norm.session.extras import import_extra
+from miles_norm.session.engines.sglang_http import ADDRESS, JsonClient, checked_url, unavailable
 from miles_norm.session.rendering import Renderer
-
-if TYPE_CHECKING:
-    import aiohttp
-else:
-    aiohttp = import_extra("aiohttp", "client of an SGLang server")
 
 __all__ = ["SGLangEngine"]
 
 # A server's own defaults come from the model's generation_config.json. Each of these would make it sample from
 # something else than the distribution whose log-probs it returns.
 _PLAIN_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-_CONNECT_S, _HEALTH_S = 10.0, 10.0
-# uvicorn closes an idle connection after 5 s; one that is closed while it is taken up again costs the request.
-_KEEP_ALIVE_S = 2.0
+_HEALTH_S = 10.0
 # Part of the answer to an update that met a request in its last moments, such as a health check or one that was
 # aborted: the weights are new, while what was cached under the old ones, and their version, are still there.
 _NOT_FLUSHED = "the cache was not flushed"
 _FLUSH_S, _FLUSH_PAUSE_S = 60.0, 0.05
+# Characters of the first prompt that tokenizers are compared by.
+_TOKENIZED = 2000
 
 
 class SGLangEngine:
@@ -61,7 +52,7 @@ class SGLangEngine:
         routed_experts: Layers and top-k of a mixture-of-experts model whose routing is to be recorded.
 
     Raises:
-        ConfigError: a URL that is not ``http://`` or ``https://`` and a host.
+        ConfigError: a URL that is not ``http://`` or ``https://``, a host and perhaps a port and a path.
     """
 
     def __init__(
@@ -77,23 +68,19 @@ class SGLangEngine:
         routed_experts: tuple[int, int] | None = None,
     ) -> None:
         self.renderer = renderer
-        self._url, self._model = _checked(url), model
-        self._workers = [_checked(worker) for worker in workers]
-        self._timeout_s, self._max_connections = timeout_s, max_connections
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url, self._model = checked_url(url), model
+        self._workers = [checked_url(worker) for worker in workers]
+        self._client = JsonClient(timeout_s, max_connections, api_key)
         self._routed_experts = routed_experts
-        self._prompt_is_read = False
-        self._session: aiohttp.ClientSession | None = None
+        self._prompt_is_read = self._tokenizer_is_known = False
 
     async def start(self) -> None:
         """Open the pool of connections; the server may come up later."""
-        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=_KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        await self._client.start()
 
     async def close(self) -> None:
         """Close all connections, at which the server stops what it samples for them."""
-        if self._session is not None:
-            await self._session.close()
+        await self._client.close()
 
     async def health(self) -> bool:
         """Whether a router has workers, or a server says 200 within 10 seconds; it may sample a token, which takes one.
@@ -101,9 +88,9 @@ class SGLangEngine:
         A router's ``/health`` speaks of the router alone; ``/readiness``, which a server does not have, of its workers.
         """
         try:
-            status, _ = await self._call("GET", f"{self._url}/readiness", timeout_s=_HEALTH_S)
+            status, _ = await self._client.call("GET", f"{self._url}/readiness", timeout_s=_HEALTH_S)
             if status == 404:
-                status, _ = await self._call("GET", f"{self._url}/health", timeout_s=_HEALTH_S)
+                status, _ = await self._client.call("GET", f"{self._url}/health", timeout_s=_HEALTH_S)
         except EngineUnavailableError:
             return False
         return status == 200
@@ -111,21 +98,25 @@ class SGLangEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion.
 
-        The first answers are checked token by token for the prompt that was sent, the later ones by its length.
+        Before the first prompt is sent, the server is asked to tokenize its text: for another model its tokens are
+        noise, and SGLang ends at an id beyond its vocabulary. A router that has no such route is not asked. The first
+        answers are checked token by token for the prompt that was sent, the later ones by its length.
 
         Raises:
             EngineUnavailableError: no connection, no answer in time, or a status from 500.
             EngineRejectedError: another status than 200, which it carries with the body.
             EngineContractError: an answer without tokens or log-probs, or to another prompt.
-            ConfigError: several models are served, and none was named.
+            ConfigError: several models are served, and none was named; or the server tokenizes as another model does.
         """
         if self._model is None:
             self._model = await self._served_model()
+        if not self._tokenizer_is_known:
+            await self._check_tokenizer(request)
         body = self._body(request)
         if not self._prompt_is_read:
             body["return_prompt_token_ids"] = True
         headers = {"X-SMG-Routing-Key": request.routing_key} if request.routing_key else {}
-        answer = await self._json("POST", f"{self._url}/v1/chat/completions", body, headers)
+        answer = await self._client.json("POST", f"{self._url}/v1/chat/completions", body, headers)
         completion = read_completion(answer, request, self._routed_experts)
         self._prompt_is_read = True
         return completion
@@ -135,11 +126,31 @@ class SGLangEngine:
 
         An update that a server could not finish, since some request was just ending, is repeated for up to a minute.
 
+        Args:
+            path: Sent as an absolute one: a server may run in another folder, and takes what it does not find for the
+                name of a model to download.
+            weight_version: Told with every completion that is sampled from then on.
+
         Raises:
-            EngineUnavailableError, EngineRejectedError: as ``generate``; the old weights stay where that happened. Of
-                several workers the others have the new ones, and each completion names those that it was sampled with.
+            EngineRejectedError: a folder without weights; the old ones stay where that happened. Of several workers the
+                others have the new ones, and each completion names those that it was sampled with.
+            EngineUnavailableError: as ``generate``. SGLang ends at weights that it cannot load, such as a file that is
+                cut or of another shape.
+            ConfigError: a version that is no text, or an empty one.
         """
-        body = {"model_path": os.fspath(path), "weight_version": weight_version, "flush_cache": True}
+        if not isinstance(weight_version, str) or not weight_version:
+            raise ConfigError(
+                "weight_version",
+                got=shown(weight_version),
+                expected="a text that is not empty",
+                reason="rows tell by it which weights sampled them",
+                remedy="number the updates, and name this one by the text of its number",
+            )
+        body = {
+            "model_path": str(Path(os.fsdecode(path)).absolute()),
+            "weight_version": weight_version,
+            "flush_cache": True,
+        }
         servers = self._workers or [self._url]
         failures = await asyncio.gather(*(self._update(server, body) for server in servers), return_exceptions=True)
         for failure in failures:
@@ -150,7 +161,7 @@ class SGLangEngine:
         deadline = time.monotonic() + _FLUSH_S
         while True:
             try:
-                answer = await self._json("POST", f"{server}/update_weights_from_disk", body)
+                answer = await self._client.json("POST", f"{server}/update_weights_from_disk", body)
             except EngineRejectedError as refusal:
                 if _NOT_FLUSHED not in refusal.body or time.monotonic() > deadline:
                     raise
@@ -161,12 +172,19 @@ class SGLangEngine:
             return
 
     async def _served_model(self) -> str:
-        answer = await self._json("GET", f"{self._url}/v1/models")
+        url = f"{self._url}/v1/models"
+        try:
+            answer = await self._client.json("GET", url)
+        except EngineRejectedError as refusal:
+            # Not the agent's request was refused, so it is not told the status.
+            raise broken(f"HTTP status {refusal.status} of {url}", "the models that it serves", ADDRESS) from refusal
         listed = answer.get("data") if isinstance(answer, Mapping) else None
+        if not isinstance(listed, list) or not all(isinstance(each, Mapping) and "id" in each for each in listed):
+            raise broken(f"{shown(answer, 200)} of {url}", "the models that it serves, as a list in data", ADDRESS)
         # An adapter is listed too, and names the model that it belongs to.
-        names = [str(entry["id"]) for entry in listed or () if entry.get("parent") is None]
+        names = [str(entry["id"]) for entry in listed if entry.get("parent") is None]
         if not names:
-            raise _unavailable(f"{self._url}/v1/models", "no model")
+            raise unavailable(url, "no model")
         if len(names) > 1:
             raise ConfigError(
                 f"model of the engine at {self._url}",
@@ -176,6 +194,24 @@ class SGLangEngine:
                 remedy="name it: SGLangEngine(url, renderer, model=...)",
             )
         return names[0]
+
+    async def _check_tokenizer(self, request: GenerationRequest) -> None:
+        text = self.renderer.decode(request.token_ids.tolist())[:_TOKENIZED]
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        try:
+            answer = await self._client.json("POST", f"{self._url}/tokenize", body)
+        except (EngineRejectedError, EngineContractError):  # a router that has no such route
+            answer = None
+        tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
+        if tokens is not None and tokens != self.renderer.encode(text):
+            raise ConfigError(
+                f"model of the engine at {self._url}",
+                got=f"{shown(tokens)} as tokens of {shown(text)}",
+                expected=f"{shown(self.renderer.encode(text))}, as the tokenizer here has them",
+                reason="a model reads the ids of another one's tokenizer as some other text",
+                remedy="name the folder of the model that is served there: --model, or HuggingFaceRenderer(folder)",
+            )
+        self._tokenizer_is_known = True
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -198,67 +234,3 @@ class SGLangEngine:
             "return_routed_experts": self._routed_experts and True,
         }
         return body | {name: value for name, value in optional.items() if value is not None}
-
-    async def _json(
-        self, method: str, url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
-    ) -> Any:
-        status, text = await self._call(method, url, body=body, headers=headers, timeout_s=self._timeout_s)
-        if status >= 500:
-            raise _unavailable(url, f"HTTP status {status}: {shown(text, 300)}")
-        if status != 200:
-            raise EngineRejectedError.of_answer(status, text)
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise broken(shown(text, 200), "JSON", "see what answers at this address") from error
-
-    async def _call(
-        self,
-        method: str,
-        url: str,
-        *,
-        timeout_s: float,
-        body: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> tuple[int, str]:
-        if self._session is None or self._session.closed:
-            raise _unavailable(url, "a client that is not started, or closed")
-        data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
-        try:
-            async with self._session.request(
-                method,
-                url,
-                data=data,
-                timeout=timeout,
-                headers={"Content-Type": "application/json", **(headers or {})},
-            ) as answer:
-                return answer.status, (await answer.read()).decode("utf-8", "replace")
-        except TimeoutError as error:
-            # A connection that is not made in time has a text of its own.
-            raise _unavailable(url, str(error) or f"no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _unavailable(url, f"{type(error).__name__}: {error}") from error
-
-
-def _checked(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(
-            "url of the engine",
-            got=shown(url),
-            expected="http:// or https://, host and port",
-            reason="requests are sent there",
-            remedy="write it as http://127.0.0.1:30000",
-        )
-    return url.rstrip("/")
-
-
-def _unavailable(url: str, got: str) -> EngineUnavailableError:
-    return EngineUnavailableError(
-        f"engine at {url}",
-        got=got,
-        expected="an SGLang server that answers",
-        reason="completions are sampled there",
-        remedy="see whether it runs and what its log says, then send the request again",
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
@@ -18,6 +17,8 @@ from miles_norm.session.engines.protocol import GenerationRequest
 __all__ = ["broken", "read_completion"]
 
 _ROUTERS = "use a router that passes every field on (smg does, sglang-router drops some), or ask the server itself"
+_ABOVE_ZERO = 1e-3
+"""What rounding may leave above 0, the log-prob of a certain token."""
 
 
 def read_completion(
@@ -46,11 +47,14 @@ def read_completion(
     reason = choice.get("finish_reason")
     if reason not in get_args(FinishReason):
         raise broken(f"finish_reason {shown(reason)}", " or ".join(get_args(FinishReason)))
-    message = _mapping(choice.get("message"), "choices[0].message")
+    if not len(token_ids) and reason != "abort":
+        raise broken(f"no tokens, and finish_reason {shown(reason)}", "tokens, that which ended the reply too")
     version, response_id = meta.get("weight_version"), answer.get("id")
     context = len(request.token_ids) + len(token_ids)
+    if reason == "abort" and "routed_experts" not in meta:
+        routed_experts = None
     return Completion(
-        message={"role": "assistant", **{name: value for name, value in message.items() if value is not None}},
+        message=_message(choice.get("message")),
         token_ids=token_ids,
         log_probs=log_probs,
         finish_reason=cast(FinishReason, reason),
@@ -74,9 +78,11 @@ def broken(got: str, expected: str, remedy: str = "run a version of SGLang that 
 def _check_prompt(answer: Any, choice: Mapping[str, Any], meta: Mapping[str, Any], request: GenerationRequest) -> None:
     sent = request.token_ids
     returned = choice.get("prompt_token_ids")
-    if returned is not None and not np.array_equal(np.asarray(returned), sent):
+    if returned is not None and returned != sent.tolist():
         raise broken("an answer to another prompt", "an answer to the input_ids that were sent", _ROUTERS)
     number = meta.get("prompt_tokens")
+    if number is None and choice.get("finish_reason") == "abort":
+        return  # A request that is aborted while it waits for its turn is answered without.
     if number != len(sent):
         raise broken(
             f"an answer to a prompt of {shown(number)} tokens",
@@ -91,20 +97,64 @@ def _tokens(meta: Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.floa
         raise broken(
             "no output_token_logprobs in meta_info", "one entry per sampled token, since logprobs was true", _ROUTERS
         )
-    try:
-        log_probs = np.array([entry[0] for entry in entries], dtype=np.float64)
-        token_ids = np.array([entry[1] for entry in entries], dtype=np.int64)
-    except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
-        raise broken(
-            f"output_token_logprobs such as {shown(entries[:1])}", "[log-prob, token id, text] per token"
-        ) from error
-    bad = [number for number, value in enumerate(log_probs.tolist()) if not math.isfinite(value)]
+    bad = [number for number, entry in enumerate(entries) if not _is_sampled(entry)]
     if bad:
-        raise broken(f"log-probs that are no finite numbers, at tokens {bad[:10]}", "a finite log-prob per token")
+        raise broken(
+            f"output_token_logprobs such as {shown(entries[bad[0] : bad[0] + 1])}, at tokens {bad[:10]}",
+            "[log-prob, token id, text] per token, a number and a whole one from 0 to 2147483647",
+        )
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite then
+        log_probs = np.array([entry[0] for entry in entries], dtype=np.float32)
+    bad = np.flatnonzero(~np.isfinite(log_probs)).tolist()
+    if bad:
+        raise broken(
+            f"log-probs that are no finite numbers, at tokens {bad[:10]}",
+            "a finite log-prob per token",
+            "see whether the weights that were loaded last hold numbers that are not finite",
+        )
+    bad = np.flatnonzero(log_probs > _ABOVE_ZERO).tolist()
+    if bad:
+        raise broken(f"log-probs above 0, such as {log_probs[bad[0]]:g}, at tokens {bad[:10]}", "log-probs up to 0")
     number = meta.get("completion_tokens")
     if number is not None and number != len(entries):
         raise broken(f"{len(entries)} log-probs for {shown(number)} sampled tokens", "one log-prob per sampled token")
-    return token_ids.astype(np.int32), log_probs.astype(np.float32)
+    return np.array([entry[1] for entry in entries], dtype=np.int32), log_probs
+
+
+def _is_sampled(entry: object) -> bool:
+    """Whether it has a log-prob and an id: arrays would make some number of a text, a fraction or an id too large."""
+    if not isinstance(entry, list) or len(entry) < 2:
+        return False
+    log_prob, token = entry[:2]
+    if type(token) is not int or not 0 <= token <= np.iinfo(np.int32).max:
+        return False
+    # JSON has no NaN: null stands for it, and numpy reads it so.
+    return log_prob is None or type(log_prob) is float or (type(log_prob) is int and abs(log_prob) < 2**63)
+
+
+def _message(value: object) -> dict[str, Any]:
+    """The reply, if an agent can send it back with its next request."""
+    message = {"role": "assistant"} | {
+        name: part for name, part in _mapping(value, "choices[0].message").items() if part is not None
+    }
+    calls = message.get("tool_calls", [])
+    faults = {
+        "role": message["role"] == "assistant",
+        "content": isinstance(message.get("content", ""), str),
+        "tool_calls": isinstance(calls, list) and all(_is_call(call) for call in calls),
+    }
+    for name, fits in faults.items():
+        if not fits:
+            raise broken(
+                f"{name} {shown(message[name])} in choices[0].message",
+                "the role assistant, content that is a text or null, tool calls whose function has name and arguments",
+            )
+    return message
+
+
+def _is_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and all(isinstance(function.get(name), str) for name in ("name", "arguments"))
 
 
 def _experts(meta: Mapping[str, Any], rows: int, shape: tuple[int, int]) -> NDArray[np.int32]:

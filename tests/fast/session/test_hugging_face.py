@@ -108,7 +108,13 @@ def test_folders_that_lack_a_file(tmp_path: Path, missing: str, match: str) -> N
         HuggingFaceRenderer(folder)
 
 
-BROKEN = [("chat_template.jinja", "{% if %}"), ("tokenizer_config.json", "{"), ("tokenizer.json", "{}")]
+BROKEN = [
+    ("chat_template.jinja", "{% if %}"),
+    ("tokenizer_config.json", "{"),
+    ("tokenizer_config.json", "[]"),
+    ("tokenizer_config.json", "[" * 100_000),
+    ("tokenizer.json", "{}"),
+]
 
 
 @pytest.mark.parametrize(("file", "text"), BROKEN)
@@ -117,3 +123,28 @@ def test_folders_with_a_broken_file(tmp_path: Path, file: str, text: str) -> Non
     (folder / file).write_text(text)
     with pytest.raises(ConfigError, match=f"model folder .*\n +got: .*{file.split('.')[0]}"):
         HuggingFaceRenderer(folder)
+
+
+NO_TEMPLATES = [5, {"default": "x"}, ["x"], [{"name": "default"}], [{"name": "default", "template": 5}]]
+
+
+@pytest.mark.parametrize("found", NO_TEMPLATES)
+def test_templates_of_another_form(tmp_path: Path, found: Any) -> None:
+    folder = make_folder(tmp_path, CONFIG | {"chat_template": found})
+    with pytest.raises(ConfigError, match=r"got: .*chat_template is .*, and neither a text nor texts with names"):
+        HuggingFaceRenderer(folder)
+
+
+RECURSION = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ '{}'.format() }}", "{{ range(10**9) }}", RECURSION])
+def test_whatever_a_template_raises_is_about_the_messages(tmp_path: Path, template: str) -> None:
+    renderer = HuggingFaceRenderer(make_folder(tmp_path, CONFIG, template))
+    with pytest.raises(RenderingError, match=r"got: +\w+Error: "):
+        renderer.render([], add_generation_prompt=False)
+
+
+def test_a_named_token_without_a_text_is_no_variable(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, CONFIG | {"bos_token": {"lstrip": False}}, "[{{ bos_token }}]")
+    assert HuggingFaceRenderer(folder).render([], add_generation_prompt=False) == "[]"

@@ -1,48 +1,20 @@
 """The client of an SGLang server, over real HTTP against one that is scripted."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from fake_sglang import FakeSGLang, log_prob, serving
+from fake_sglang import MESSAGES, PROMPT, RENDERER, FakeSGLang, ask, generate, log_prob, run, serving
 
 from miles_norm.errors import ConfigError, EngineContractError, EngineRejectedError, EngineUnavailableError
 from miles_norm.session.completion import Completion
 from miles_norm.session.engines import sglang
-from miles_norm.session.engines.chatml import ChatMLRenderer
-from miles_norm.session.engines.protocol import Engine, GenerationRequest, wait_until_ready
+from miles_norm.session.engines.protocol import Engine, wait_until_ready
 from miles_norm.session.engines.sglang import SGLangEngine
-
-T = TypeVar("T")
-RENDERER = ChatMLRenderer()
-MESSAGES = [{"role": "user", "content": "hi"}]
-PROMPT = np.array(RENDERER.encode(RENDERER.render(MESSAGES, add_generation_prompt=True)), dtype=np.int32)
-
-
-def ask(**settings: Any) -> GenerationRequest:
-    return GenerationRequest(**{"token_ids": PROMPT, "messages": MESSAGES} | settings)
-
-
-def run(server: FakeSGLang, use: Callable[[SGLangEngine], Awaitable[T]], **settings: Any) -> T:
-    async def served() -> T:
-        async with serving(server):
-            engine = SGLangEngine(server.url, RENDERER, **settings)
-            await engine.start()
-            try:
-                return await use(engine)
-            finally:
-                await engine.close()
-
-    return asyncio.run(served())
-
-
-def generate(server: FakeSGLang, request: GenerationRequest | None = None, **settings: Any) -> Completion:
-    return run(server, lambda engine: engine.generate(request or ask()), **settings)
 
 
 def test_it_is_an_engine() -> None:
@@ -99,8 +71,11 @@ def test_tool_calls() -> None:
 
 
 def test_an_abort_before_the_first_token() -> None:
-    completion = generate(FakeSGLang(token_ids=[], text="", finish_reason="abort"))
-    assert completion.token_ids.shape == completion.log_probs.shape == (0,)
+    server = FakeSGLang(token_ids=[], text="", finish_reason="abort")
+    for experts in (None, (2, 3)):
+        completion = generate(server, routed_experts=experts)
+        assert completion.token_ids.shape == completion.log_probs.shape == (0,)
+        assert completion.routed_experts is None
 
 
 def test_routed_experts() -> None:
@@ -145,51 +120,6 @@ def test_a_prompt_of_another_length_is_found_at_any_answer(monkeypatch: pytest.M
         return answer(self, body | {"input_ids": [*body["input_ids"], 1]})
 
     run(FakeSGLang(), use)
-
-
-@pytest.mark.parametrize(
-    ("field", "match"),
-    [
-        ("output_token_logprobs", "no output_token_logprobs in meta_info"),
-        ("prompt_tokens", "a prompt of None tokens"),
-        ("finish_reason", r"got: +finish_reason None\n +expected: stop or tool_calls or length or abort"),
-        ("message", r"got: +choices\[0\]\.message None"),
-        ("no json", r"got: +'<html>'\n +expected: JSON"),
-    ],
-)
-def test_answers_that_lack_something(field: str, match: str) -> None:
-    with pytest.raises(EngineContractError, match=match):
-        generate(FakeSGLang(broken=field))
-
-
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"output_token_logprobs": [[None, 1, "x"]] * 3}, "no finite numbers, at tokens|such as"),
-        ({"output_token_logprobs": [[float("nan"), 1, "x"]] * 3}, r"no finite numbers, at tokens \[0, 1, 2\]"),
-        ({"output_token_logprobs": [[-1.0]] * 3}, r"output_token_logprobs such as \[\[-1\.0\]\]"),
-        ({"output_token_logprobs": [[-1.0, "a", "x"]] * 3}, "output_token_logprobs such as"),
-        ({"completion_tokens": 4}, "3 log-probs for 4 sampled tokens"),
-    ],
-)
-def test_tokens_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], match: str) -> None:
-    answer = FakeSGLang.answer
-
-    def other(self: FakeSGLang, body: dict[str, Any]) -> dict[str, Any]:
-        made = answer(self, body)
-        made["choices"][0]["meta_info"].update(changed)
-        return made
-
-    monkeypatch.setattr(FakeSGLang, "answer", other)
-    with pytest.raises(EngineContractError, match=match):
-        generate(FakeSGLang())
-
-
-@pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [1, 2]}, {"choices": [1]}, None])
-def test_answers_of_another_kind(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setattr(FakeSGLang, "answer", lambda self, body: answer)
-    with pytest.raises(EngineContractError, match=r"choices"):
-        generate(FakeSGLang())
 
 
 @pytest.mark.parametrize("status", ["500", "502", "503"])
@@ -354,7 +284,73 @@ def test_waiting_for_a_server_that_starts() -> None:
     run(server, use)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://", ""])
-def test_urls(url: str) -> None:
+WRONG_URLS = [
+    "127.0.0.1:30000", "ftp://host", "http://", "", "http://:30000", "http://[::1", "http://host:port", "http://host:99999",
+    "http://host:0", "http://a b", "\nhttp://host", "http://host?a=b", "http://host#a", "http://host/v1", "http://host/v1/",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", [*WRONG_URLS, None, 5])
+def test_urls(url: Any) -> None:
     with pytest.raises(ConfigError, match="url of the engine"):
         SGLangEngine(url, RENDERER)
+    with pytest.raises(ConfigError, match="url of the engine"):
+        SGLangEngine("http://host", RENDERER, workers=[url])
+
+
+@pytest.mark.parametrize("url", ["http://host", "https://host:30000/", "http://[::1]:30000", "http://gateway/sglang"])
+def test_urls_that_can_be_asked(url: str) -> None:
+    SGLangEngine(url, RENDERER)
+
+
+def test_a_server_of_another_model_is_found_before_it_sees_a_prompt() -> None:
+    server = FakeSGLang(tokenize=lambda text: [token + 1 for token in text.encode()])
+    match = r"got: +\[.*\] as tokens of '<\|im_start.*\n.*as the tokenizer here.*\n.*\n.*folder of the model"
+    with pytest.raises(ConfigError, match=match):
+        generate(server)
+    assert server.bodies == []
+
+
+def test_the_tokenizer_is_asked_for_once_and_a_router_need_not_tell() -> None:
+    asked: list[str] = []
+
+    def tokenize(text: str) -> list[int]:
+        asked.append(text)
+        return RENDERER.encode(text)
+
+    async def use(engine: SGLangEngine) -> None:
+        long = ask(token_ids=np.array(RENDERER.encode("x" * 10_000), np.int32))
+        await engine.generate(long)
+        await engine.generate(ask())
+
+    run(FakeSGLang(tokenize=tokenize), use)
+    assert asked == ["x" * 2000]
+    assert generate(FakeSGLang(tokenize=None)).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("models", [{"tiny": 1}, ["tiny"], [{"name": "tiny"}], None, 404, 401])
+def test_an_address_where_no_models_are_listed(models: Any) -> None:
+    """The agent did not ask for them: it is not told 404 as if its session was gone."""
+    with pytest.raises(EngineContractError, match=r"/v1/models\n(.*\n)+.*see what answers at this address"):
+        generate(FakeSGLang(models=models))
+
+
+@pytest.mark.parametrize("version", ["", None, 17])
+def test_a_version_that_rows_could_not_show(version: Any) -> None:
+    server = FakeSGLang()
+    with pytest.raises(ConfigError, match=r"weight_version\n +got: +(''|None|17)\n"):
+        run(server, lambda engine: engine.update_weights("folder", version))
+    assert server.bodies == []
+
+
+def test_a_folder_is_sent_as_it_is_found_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = FakeSGLang()
+    monkeypatch.chdir(tmp_path)
+    run(server, lambda engine: engine.update_weights("checkpoints/17", "17"))
+    assert server.bodies[0]["model_path"] == str(tmp_path / "checkpoints" / "17")
+
+
+@pytest.mark.parametrize("status", ["204", "302"])
+def test_a_status_that_is_no_refusal_is_not_passed_on(status: str) -> None:
+    with pytest.raises(EngineContractError, match=f"HTTP status {status} of http"):
+        generate(FakeSGLang(broken=status))

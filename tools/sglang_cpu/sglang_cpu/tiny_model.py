@@ -9,6 +9,7 @@ are no text. The chat template is ChatML with tools and tool calls as Qwen write
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ SPECIAL_TOKENS = {
 """Ids 256 and up, the bytes being below; False: kept when a reply is decoded, since its parser looks for it."""
 
 END_OF_TEXT, END_OF_TURN = 256, 258
+VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -79,11 +81,19 @@ def write_tiny_model(
         hidden_size: A multiple of 16: there are four heads, whose size must be even.
         num_layers: Transformer blocks.
         max_length: Tokens of a context.
+
+    Raises:
+        ValueError: sizes that make no model, or a folder that is a file or holds another model.
     """
+    if hidden_size < 16 or hidden_size % 16 or num_layers < 1:
+        raise ValueError(
+            f"hidden size {hidden_size}, {num_layers} layers: a multiple of 16, and at least 1, are possible"
+        )
+    _check_folder(Path(folder))
     tokenizer().save_pretrained(folder)
     prefix = ARCHITECTURES[architecture]
     config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=256 + len(SPECIAL_TOKENS),
+        vocab_size=VOCABULARY,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
@@ -101,6 +111,15 @@ def write_tiny_model(
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     model.save_pretrained(folder)
     return int(model.num_parameters())
+
+
+def _check_folder(folder: Path) -> None:
+    """Tiny models are written over, and nothing else: a path that was mistaken would cost the weights of another."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder")
+    config = folder / "config.json"
+    if config.exists() and json.loads(config.read_text(encoding="utf-8")).get("vocab_size") != VOCABULARY:
+        raise ValueError(f"{folder} holds another model: name a folder without one")
 
 
 def tokenizer() -> Any:
@@ -138,13 +157,16 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=2)
     options = parser.parse_args()
-    parameters = write_tiny_model(
-        options.folder,
-        options.architecture,
-        seed=options.seed,
-        hidden_size=options.hidden_size,
-        num_layers=options.num_layers,
-    )
+    try:
+        parameters = write_tiny_model(
+            options.folder,
+            options.architecture,
+            seed=options.seed,
+            hidden_size=options.hidden_size,
+            num_layers=options.num_layers,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     print(f"wrote {options.folder}: {options.architecture}, {parameters:,} parameters")
 
 
