@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from run import evaluate
-from train import EngineName, show, start
+from run import Evaluation, evaluate
+from train import EngineName, console, start
 
 from miles_norm.session.engines.protocol import wait_until_ready
 from miles_norm.session.server import ServerConfig, running_server
@@ -24,21 +24,21 @@ from miles_norm.session.server import ServerConfig, running_server
 
 def main(
     weights: Annotated[Path, typer.Argument(exists=True, help="File or folder that train.py wrote.")],
-    engine: EngineName = EngineName.embedded,
+    engine: EngineName = "embedded",
     engine_url: Annotated[str | None, typer.Option(help="Of the SGLang server.")] = None,
 ) -> None:
     """Evaluate trained weights."""
     logging.getLogger("miles_norm").setLevel(logging.ERROR)
-    _, served = start(weights.parent, engine, engine_url, weights)
+    _, served = start(engine, engine_url, weights)
 
-    async def run() -> tuple[float, float, int]:
+    async def run() -> Evaluation:
         async with running_server(served, ServerConfig(port=0)) as address:
             await wait_until_ready(served, 60)
-            if engine is EngineName.sglang:
+            if engine == "sglang":
                 await served.update_weights(weights.resolve(), "evaluated")
             return await evaluate(address)
 
-    show("of " + weights.name, *asyncio.run(run()))
+    console.print(f"success {asyncio.run(run())}")
 
 
 if __name__ == "__main__":

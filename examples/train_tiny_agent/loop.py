@@ -1,11 +1,10 @@
-"""The training loop: rollouts, normalized rewards, loss weights, updates of whole rollouts, new weights in the engine."""
+"""One step of the training: rollouts, normalized rewards, loss weights, and updates that hold whole rollouts."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,18 +18,26 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "session_v2_agentic"))
 from agent import open_boxes
 from learners import Learner
 
-from miles_norm import LossConfig, NormalizationConfig, Sample, UpdateConfig, loss_weights, normalize_rewards, plan_updates
+from miles_norm import (
+    LossConfig,
+    NormalizationConfig,
+    Sample,
+    UpdateConfig,
+    loss_weights,
+    normalize_rewards,
+    plan_updates,
+)
 from miles_norm.audit import baseline_advantages
 from miles_norm.loss import clipped_loss, reduce_token_losses
-from miles_norm.result import NormalizedRewards
 from miles_norm.session.rollout import RolloutOptions, run_rollouts
 
-NORMALIZATIONS = {
+Normalization = Literal["rows", "rollout_advantages", "rollouts"]
+NORMALIZATIONS: dict[Normalization, tuple[str | None, str]] = {
     "rows": ("rows", "sample_mean"),
     "rollout_advantages": (None, "sample_mean"),
     "rollouts": (None, "rollout_mean"),
 }
-"""Whose observations the advantages are of, and how the loss is averaged."""
+"""The baseline whose advantages are taken, None for one per rollout, and the aggregation of the loss."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Settings:
 
     steps: int = 25
     seed: int = 0
-    normalization: Literal["rows", "rollout_advantages", "rollouts"] = "rollouts"
+    normalization: Normalization = "rollouts"
     prompts_per_step: int = 8
     rollouts_per_prompt: int = 8
     rollouts_per_update: int = 32
@@ -65,7 +72,9 @@ async def roll_out(address: str, prompts: Sequence[str], samples: int, seed: int
     return await run_rollouts(agent, prompts, address, chosen)
 
 
-def update(learner: Learner, optimizer: torch.optim.Optimizer, rows: Sequence[Sample], settings: Settings) -> dict[str, float]:
+def update(
+    learner: Learner, optimizer: torch.optim.Optimizer, rows: Sequence[Sample], settings: Settings
+) -> dict[str, float]:
     """All optimizer steps on the rows of a step; what to log."""
     baseline, aggregation = NORMALIZATIONS[settings.normalization]
     result = normalize_rewards(rows, NormalizationConfig(missing_reward="exclude"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from statistics import mean, stdev
+from typing import Any, NamedTuple
 
 import torch
 from learners import Learner
@@ -17,7 +17,20 @@ from loop import Settings, prompts_of, roll_out, success_of, update
 from miles_norm.audit.loggers import TensorBoardLogger
 from miles_norm.session.engines.protocol import Engine
 
+CHECKPOINT = "checkpoint.pt"
 EVALUATION_PROMPTS, EVALUATION_SAMPLES, EVALUATION_SEED = 30, 8, 2**31
+
+
+class Evaluation(NamedTuple):
+    """Share of rollouts that opened every box."""
+
+    success: float
+    half_width: float
+    """Of the 95% interval over prompts: rollouts of one prompt are not independent of each other."""
+    rollouts: int
+
+    def __str__(self) -> str:
+        return f"{self.success:.1%} +- {self.half_width:.1%} of {self.rollouts} rollouts (95%, over prompts)"
 
 
 class Run:
@@ -32,12 +45,13 @@ class Run:
         self.folder, self.learner, self.settings = folder, learner, settings
         self.optimizer = torch.optim.AdamW(learner.model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
         self.step = 0
+        self.before: Evaluation | None = None
         self.history: list[dict[str, float]] = []
 
     @property
     def checkpoint(self) -> Path:
         """File of the last step."""
-        return self.folder / "checkpoint.pt"
+        return self.folder / CHECKPOINT
 
     def resume(self) -> None:
         """Take up the last checkpoint.
@@ -47,13 +61,16 @@ class Run:
         """
         held = torch.load(self.checkpoint, weights_only=True)
         asked = dataclasses.asdict(self.settings)
-        differ = [f"{name} {held['settings'][name]}, not {asked[name]}" for name in asked if held["settings"][name] != asked[name]]
-        differ = [text for text in differ if not text.startswith("steps ")]
+        differ = [
+            f"{name} {value}, not {asked[name]}"
+            for name, value in held["settings"].items()
+            if value != asked[name] and name != "steps"
+        ]
         if differ:
             raise SystemExit(f"{self.checkpoint} is of a run with {'; '.join(differ)}: resume it with its own settings")
         self.learner.model.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
-        self.step, self.history = held["step"], held["history"]
+        self.step, self.history, self.before = held["step"], held["history"], Evaluation(*held["before"])
 
     async def train(self, address: str, engine: Engine, on_step: Callable[[dict[str, float]], object]) -> None:
         """All steps that are left."""
@@ -93,22 +110,19 @@ class Run:
             "model": self.learner.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
+            "before": tuple(self.before or ()),
             "history": self.history,
         }
         new = self.checkpoint.with_suffix(".new")
         torch.save(state, new)
-        os.replace(new, self.checkpoint)  # whole or not at all
+        new.replace(self.checkpoint)  # whole or not at all
         (self.folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.history))
 
 
-async def evaluate(address: str) -> tuple[float, float, int]:
-    """Success on tasks of its own, with half the width of its 95% interval, and the number of rollouts.
-
-    The interval is over prompts: rollouts of one prompt are not independent of each other.
-    """
+async def evaluate(address: str) -> Evaluation:
+    """Success on tasks that are the same each time."""
     prompts = prompts_of(random.Random("evaluation"), EVALUATION_PROMPTS)
     rows = await roll_out(address, prompts, EVALUATION_SAMPLES, EVALUATION_SEED)
     of_prompts = [success_of([row for row in rows if row.group_index == number]) for number in range(len(prompts))]
-    mean = sum(of_prompts) / len(of_prompts)
-    variance = sum((value - mean) ** 2 for value in of_prompts) / (len(of_prompts) - 1)
-    return mean, 1.96 * (variance / len(of_prompts)) ** 0.5, len({row.rollout_id for row in rows})
+    half_width = 1.96 * stdev(of_prompts) / len(of_prompts) ** 0.5
+    return Evaluation(mean(of_prompts), half_width, len(prompts) * EVALUATION_SAMPLES)
