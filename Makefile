@@ -70,7 +70,7 @@ endef
 
 .DELETE_ON_ERROR:
 .SECONDEXPANSION:
-.PHONY: help install demo demo-job demo-embedded demo-sglang demo-dump test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
+.PHONY: help install bias-study demo demo-job demo-embedded demo-sglang demo-dump test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -131,8 +131,8 @@ test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 test-session: $(VENV)/.dev ## the session server: real processes, OpenAI's client, faults
 	@$(BIN)/python -m pytest tests/session -n auto $(PYTEST_ARGS)
 
-$(VENV)/.ray $(VENV)/.browser: $(VENV)/.%: $(VENV)/.dev
-	@echo "[$*] what its tests need"
+$(VENV)/.ray $(VENV)/.browser $(VENV)/.plots $(VENV)/.training: $(VENV)/.%: $(VENV)/.dev
+	@echo "[$*] what this needs beyond the test tools"
 	@$(PIP_INSTALL) -e '.[$*]' -c constraints.txt
 	@touch $@
 
@@ -141,6 +141,9 @@ test-ray: $(VENV)/.ray ## a local Ray and a simulated cluster of four nodes
 
 test-browser: $(VENV)/.browser ## the report of an audit in a real Chromium, which CHROMIUM names
 	@$(BIN)/python -m pytest tests/browser $(PYTEST_ARGS)
+
+bias-study: $(VENV)/.plots ## what cutting rollouts does to gradients, against a known one: tables and pictures in out/bias_study
+	@$(BIN)/python examples/bias_study/run.py --rollouts 200000 -o $(OUT)/bias_study
 
 test-distributed: $(VENV)/.dev ## gradients over two real processes
 	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
