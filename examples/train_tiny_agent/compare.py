@@ -22,9 +22,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from loop import NORMALIZATIONS
 from rich.console import Console
 from rich.progress import Progress
+from step import NORMALIZATIONS
 from train import WARM_START_STEPS
 from warm_start import warm_start
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from run import Evaluation, evaluate
 from train import EngineName, console, start
+from training_run import Evaluation, evaluate
 
 from miles_norm.session.engines.protocol import wait_until_ready
 from miles_norm.session.server import ServerConfig, running_server

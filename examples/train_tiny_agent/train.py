@@ -25,10 +25,10 @@ from typing import Annotated, Literal
 import torch
 import typer
 from learners import EmbeddedLearner, HuggingFaceLearner, Learner
-from loop import Normalization, Settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from run import CHECKPOINT, Evaluation, Run, evaluate
+from step import Normalization, Settings
+from training_run import CHECKPOINT, Evaluation, Run, evaluate
 from warm_start import warm_start
 
 from miles_norm.session.engines.protocol import Engine, wait_until_ready
@@ -96,6 +96,10 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = DEFAULT.steps,
     seed: Annotated[int, typer.Option(min=0, help="Of the warm start, prompts and sampling.")] = DEFAULT.seed,
     normalization: Annotated[Normalization, typer.Option(help="What counts once.")] = DEFAULT.normalization,
+    prompts_per_step: Annotated[int, typer.Option(min=1)] = DEFAULT.prompts_per_step,
+    rollouts_per_prompt: Annotated[int, typer.Option(min=2)] = DEFAULT.rollouts_per_prompt,
+    rollouts_per_update: Annotated[int, typer.Option(min=1)] = DEFAULT.rollouts_per_update,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = DEFAULT.learning_rate,
     engine: EngineName = "embedded",
     engine_url: Annotated[str | None, typer.Option(help="Of the SGLang server.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="Weights to begin with; else a warm start.")] = None,
@@ -106,22 +110,35 @@ def main(
     torch.set_num_threads(1)  # the steps are too small to share
     # Groups of equal rewards are common once the policy is good.
     logging.getLogger("miles_norm").setLevel(logging.ERROR)
-    if force:
-        shutil.rmtree(out, ignore_errors=True)
+    if resume and force:
+        raise typer.BadParameter("--resume goes on with a run and --force deletes it: choose one")
     found = (out / CHECKPOINT).exists()
-    if found and not resume:
+    if found and force:
+        shutil.rmtree(out)
+    elif found and not resume:
         raise typer.BadParameter(f"{out} holds a run: go on with --resume, or delete it with --force")
     if resume and not found:
         raise typer.BadParameter(f"{out} holds no run that could be resumed")
     out.mkdir(parents=True, exist_ok=True)
     learner, chosen = start(engine, engine_url, model or warm_started(out / "warm_start.safetensors", seed, engine))
-    run = Run(out, learner, Settings(steps=steps, seed=seed, normalization=normalization))
+    settings = Settings(
+        steps=steps,
+        seed=seed,
+        normalization=normalization,
+        prompts_per_step=prompts_per_step,
+        rollouts_per_prompt=rollouts_per_prompt,
+        rollouts_per_update=rollouts_per_update,
+        learning_rate=learning_rate,
+    )
+    run = Run(out, learner, settings)
     if resume:
         run.resume()
     after = asyncio.run(go(run, chosen))
     path = learner.save(out / "policy")
     (out / "result.json").write_text(json.dumps({"before": run.before, "after": after}) + "\n")
     draw(run.history, out / "curve.svg")
+    difference = max(line["train/log_prob_difference"] for line in run.history)
+    console.print(f"log-probs of engine and trainer differ by {difference:.1e} at most")
     console.print(f"wrote {path}, {out}/curve.svg, {out}/history.jsonl and {out}/tensorboard")
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from learners import Learner
-from loop import Settings, prompts_of, roll_out, success_of, update
+from step import Settings, prompts_of, roll_out, success_of, update
 
 from miles_norm.audit.loggers import TensorBoardLogger
 from miles_norm.session.engines.protocol import Engine
@@ -70,7 +70,8 @@ class Run:
             raise SystemExit(f"{self.checkpoint} is of a run with {'; '.join(differ)}: resume it with its own settings")
         self.learner.model.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
-        self.step, self.history, self.before = held["step"], held["history"], Evaluation(*held["before"])
+        self.step, self.history = held["step"], held["history"]
+        self.before = Evaluation(*held["before"]) if held["before"] else None
 
     async def train(self, address: str, engine: Engine, on_step: Callable[[dict[str, float]], object]) -> None:
         """All steps that are left."""
