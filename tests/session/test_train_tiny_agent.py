@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES / "session_v2_agentic"))
-sys.path.insert(0, str(EXAMPLES / "train_tiny_agent"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "session_v2_agentic"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train_tiny_agent"))
 
 from learners import EmbeddedLearner
 from step import NORMALIZATIONS, Settings, padded, prompts_of, roll_out, update
@@ -27,6 +26,7 @@ from miles_norm import Sample
 from miles_norm.session.engines.embedded import EmbeddedEngine
 from miles_norm.session.server import ServerConfig, running_server
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tiny_agent"
 SMALL = Settings(steps=3, prompts_per_step=3, rollouts_per_prompt=4, rollouts_per_update=6)
 
 
@@ -129,7 +129,7 @@ def test_each_normalization_takes_another_step(weights: Path, rows: list[Sample]
 
 
 def command(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, EXAMPLES / "train_tiny_agent" / name, *arguments]
+    program = [sys.executable, EXAMPLE / name, *arguments]
     return subprocess.run([str(part) for part in program], capture_output=True, text=True, timeout=300, check=False)
 
 
