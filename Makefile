@@ -166,7 +166,7 @@ $(OUT)/tiny/config.json: $(SGLANG)/.ready
 sglang-cpu: $(SGLANG)/.ready $(if $(filter $(OUT)/tiny,$(MODEL)),$(OUT)/tiny/config.json) ## an SGLang server without a GPU, on a tiny model
 	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(MODEL) --port $(PORT) $(ARGS)
 
-test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## a real SGLang server, routers before two, one killed
+test-sglang: $(VENV)/.training $(SGLANG)/.ready ## a real SGLang server, routers before two, one killed
 	@SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
 
 test-verl: ## estimators, losses and the plugin against verl, in .venv-verl

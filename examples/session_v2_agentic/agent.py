@@ -7,12 +7,14 @@ done. What the model does decides into how many conversations, and so into how m
 * a sub-agent has a conversation of its own;
 * after each box the context is compacted: the next conversation begins with the number of boxes so far.
 
-The reward is 1 if every box was opened, else 0.
+A box counts once its conversation has come to an end. The reward is 1 if every box counts, else 0.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import ssl
 from typing import Any
 
 import openai
@@ -32,11 +34,20 @@ async def open_boxes(
     boxes = re.findall(r"\d+", prompt)
     opened: set[str] = set()
     settings = {"model": "policy", "max_tokens": 80, **request_kwargs}
-    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=metadata.get("api_key", "none")) as client:
+    http = openai.DefaultAsyncHttpxClient(verify=_certificates())
+    key = metadata.get("api_key", "none")
+    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, http_client=http) as client:
         for number, box in enumerate(boxes):
             if not await _handle(client, settings, f"{number} so far, box {box}", box, opened):
+                opened.discard(box)
                 break
     return {"reward": float(opened == set(boxes)), "opened": sorted(opened)}
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: each client would take some 30 ms for it, more than for a request."""
+    return ssl.create_default_context()
 
 
 async def _handle(
@@ -64,6 +75,8 @@ async def _handle(
 async def _usable_reply(client: openai.AsyncOpenAI, settings: dict[str, Any], messages: list[Any]) -> Any:
     """A reply that is "done" or a tool call; asked for again, with the same messages, while it is neither."""
     for _ in range(ATTEMPTS):
+        if "seed" in settings:
+            settings["seed"] += 1  # a question asked again with the same seed gets the same answer
         answer = await client.chat.completions.create(messages=messages, tools=TOOLS, **settings)
         choice = answer.choices[0]
         if choice.finish_reason == "tool_calls" or (choice.message.content or "").strip() == "done":

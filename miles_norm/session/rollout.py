@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from miles_norm.config.base import Config
@@ -68,6 +69,10 @@ class RolloutOptions(Config):
 
     request_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Handed to the agent for its requests, such as temperature and max_tokens."""
+
+    seed: int | None = Field(default=None, ge=0)
+    """Each rollout finds a `seed` of its own in its `request_kwargs`, made of this number and its `index`. An agent has
+    to change it from request to request: the same prompt with the same seed brings the same reply. null: no seed."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,9 @@ async def _play(
     if options.api_key is not None:
         metadata["api_key"] = options.api_key
     request_kwargs = dict(options.request_kwargs)
+    if options.seed is not None:
+        (seed,) = np.random.SeedSequence((options.seed, rollout.index)).generate_state(1)
+        request_kwargs["seed"] = int(seed)
     task = asyncio.create_task(_outcome(agent, base_url, rollout, request_kwargs, metadata))
     try:
         await asyncio.wait({task}, timeout=options.timeout_seconds)
