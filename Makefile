@@ -20,6 +20,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DUMP := examples/data/miles_session_v2.pt
 AGENT := examples/session_v2_agentic
+TRAIN := examples/train_tiny_agent
 ROLLOUT := --agent $(AGENT)/agent.py:open_boxes --prompts $(AGENT)/prompts.jsonl --n-samples-per-prompt 4
 OUT := out
 CONFIG := configs/grpo.yaml
@@ -70,7 +71,7 @@ endef
 
 .DELETE_ON_ERROR:
 .SECONDEXPANSION:
-.PHONY: help install bias-study demo demo-job demo-embedded demo-sglang demo-dump test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
+.PHONY: help install bias-study demo demo-job demo-embedded demo-sglang demo-dump demo-train demo-train-embedded demo-train-sglang evidence test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -116,6 +117,21 @@ demo-job:
 	$(call show,miles-norm convert $(OUT)/rollout.jsonl $(OUT)/train.safetensors --config $(CONFIG) --force)
 	$(call show,miles-norm explain $(OUT)/rollout.jsonl --row 0 --config $(CONFIG))
 	$(call show,miles-norm audit $(OUT)/rollout.jsonl --config $(CONFIG) -o $(OUT)/report.html --force)
+
+demo-train: demo-train-$(ENGINE) ## a tiny agent learns to open boxes, three minutes; its curve is in out/train
+demo-train-embedded: $(VENV)/.training
+	$(call show,python $(TRAIN)/train.py $(OUT)/train --force)
+	$(call show,python $(TRAIN)/evaluate.py $(OUT)/train/policy.safetensors)
+
+demo-train-sglang: $(VENV)/.training $(SGLANG)/.ready
+	@rm -rf $(OUT)/boxes
+	@$(SGLANG_PYTHON) -m sglang_cpu.tiny_model $(OUT)/boxes
+	@$(SGLANG_PYTHON) $(AGENT)/warm_start_sglang.py $(OUT)/boxes
+	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(OUT)/boxes --port 0 --log $(OUT)/sglang.log --run \
+		'$(BIN)/python $(TRAIN)/train.py $(OUT)/train --force --steps 12 --engine sglang --engine-url $$SGLANG_URL --model $(OUT)/boxes'
+
+evidence: $(VENV)/.training ## three normalizations over five seeds of that training: table and curves in out/compare
+	@$(BIN)/python $(TRAIN)/compare.py $(OUT)/compare
 
 demo-dump: $(VENV)/.demo ## normalize a recorded rollout dump, then explain one of its rows
 	@echo; echo '$$ miles-norm normalize $(DUMP) --config $(CONFIG)'
