@@ -177,6 +177,10 @@ async def exits(base_url: str) -> None:
     sys.exit("usage: agent")
 
 
+async def interrupts(base_url: str) -> None:
+    raise KeyboardInterrupt
+
+
 async def cancels_itself(base_url: str) -> None:
     raise asyncio.CancelledError
 
@@ -201,7 +205,7 @@ async def hangs_on(base_url: str) -> None:
         (exits, "SystemExit: usage: agent"),
         (cancels_itself, "the agent cancelled itself"),
         (hangs, "no end after 0.5 s"),
-        (hangs_on, "no end after 0.5 s"),
+        (hangs_on, "no end after 0.5 s; it went on after it was cancelled, and was abandoned"),
     ],
 )
 async def test_an_agent_that_fails_costs_its_rollout_and_not_the_batch(
@@ -228,7 +232,8 @@ async def test_an_agent_that_fails_costs_its_rollout_and_not_the_batch(
     assert [row.reward for row in rows] == [1.0, 2.0, *[None] * 4]
     assert [row.metadata.get("error") for row in rows] == [None] * 2 + [error] * 4
     assert [len(row.tokens) > 0 for row in rows] == [True] * 4 + [False] * 2
-    assert f"rollout 2 of prompt 1 was aborted: {error}" in caplog.text
+    # All that failed alike are named in one warning.
+    assert caplog.messages == [f"4 rollouts were aborted: {error} (rollouts 2, 3, 4, 5)"]
     assert calls == 6  # An agent is never run again.
     result = normalize_rewards(
         rows, NormalizationConfig(advantage_estimator="dr_grpo", missing_reward="exclude", n_samples_per_prompt=2)
@@ -328,8 +333,47 @@ async def test_no_server_at_all() -> None:
 
     with pytest.raises(SessionError, match=r"POST http://127.0.0.1:1/sessions\n  got: .*Cannot connect"):
         await run_rollouts(agent, ["a"], "http://127.0.0.1:1", RolloutOptions(retries=0))
-    with pytest.raises(SessionError, match="NonHttpUrlClientError"):
-        await run_rollouts(agent, ["a"], "127.0.0.1:1", RolloutOptions(retries=0))
+    for address in (
+        "127.0.0.1:1",
+        "ftp://host",
+        "http://",
+        "http://host:70000",
+        "http://a:b@host",
+        "http://host/?a",
+        "",
+    ):
+        with pytest.raises(ConfigError, match="address of the session server"):
+            await run_rollouts(agent, ["a"], address)
+
+
+async def test_a_server_that_is_another_one() -> None:
+    """What it answers is no session; that is no reason to ask again."""
+    asked = 0
+
+    async def agent(**_: Any) -> None: ...
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(SessionError, match="got:      a body that names no session: b'<html>'"):
+            await run_rollouts(agent, ["a"], f"http://127.0.0.1:{port}")
+    assert asked == 1
+
+
+async def test_a_key_that_is_no_header_is_not_tried_again(api: Api) -> None:
+    async def agent(**_: Any) -> None: ...
+
+    with pytest.raises(SessionError, match="ValueError"):
+        async with asyncio.timeout(10):
+            await run_rollouts(agent, ["a"], api.address, RolloutOptions(api_key="a\nb", retries=1000))
 
 
 async def test_a_wrong_key_ends_the_batch() -> None:
@@ -361,6 +405,50 @@ async def test_a_batch_that_is_cancelled_ends_its_agents_and_sessions(api: Api) 
     assert ended == 5
 
 
+async def test_a_server_that_fails_late_leaves_what_has_finished() -> None:
+    """The observer has it, whatever ends the batch."""
+    finished: list[Sequence[Sample]] = []
+
+    async def agent(base_url: str, prompt: str, **_: Any) -> dict[str, Any]:
+        if prompt == "early":
+            await ask(base_url, user("hi"))
+            return {"reward": 1.0}
+        await until(lambda: len(finished) == 2)
+        stop.set()
+        await asyncio.Event().wait()
+        return {}
+
+    stop = asyncio.Event()
+    server = running_server(ScriptedEngine(), ServerConfig(port=0))
+    address = await server.__aenter__()
+    options = RolloutOptions(retries=1, timeout_seconds=1)
+    rolling = asyncio.create_task(
+        run_rollouts(agent, ["early", "late", "early"], address, options, on_rollout=finished.append)
+    )
+    await stop.wait()
+    await server.__aexit__(None, None, None)
+    with pytest.raises(SessionError, match="Cannot connect"):
+        await rolling
+    assert sorted((row.index, row.reward) for rows in finished for row in rows) == [(0, 1.0), (2, 1.0)]
+
+
+async def test_an_agent_that_raises_a_keyboard_interrupt(api: Api) -> None:
+    """In a thread of its own it costs its rollout; in the main one it is the user's Ctrl-C, and ends the batch."""
+
+    async def agent(base_url: str, prompt: str, **_: Any) -> dict[str, Any]:
+        if prompt == "bad":
+            await interrupts(base_url)
+        return {}
+
+    def main() -> list[Sample]:
+        return asyncio.run(run_rollouts(agent, ["bad", "good"], api.address))
+
+    bad, _ = await asyncio.to_thread(main)
+    assert bad.metadata["error"] == "KeyboardInterrupt"
+    with pytest.raises(KeyboardInterrupt):
+        await rollout._outcome(agent, "", rollout.Prompt("bad"), {}, {})
+
+
 async def test_an_observer_that_raises_ends_the_batch(api: Api) -> None:
     async def agent(**_: Any) -> None: ...
 
@@ -377,11 +465,44 @@ async def test_prompts_that_are_none() -> None:
     prompts = ["fine", "", 3, {"prompt": "a", "lable": "b"}, {"prompt": "a", "metadata": 1}, None, {}]
     with pytest.raises(ConfigError) as caught:
         await run_rollouts(agent, prompts, "http://127.0.0.1:1")
-    for number, text in {1: "''", 2: "3", 3: "unknown lable", 4: "", 5: "None", 6: "{}"}.items():
+    for number, text in {
+        1: "the text is empty",
+        2: "the prompt is 3, and neither",
+        3: "unknown lable",
+        4: "the metadata are 1",
+        5: "no prompt in None",
+        6: "no prompt in {}",
+    }.items():
         assert f"prompt {number}: {text}" in str(caught.value)
     assert "prompt 0" not in str(caught.value)
-    with pytest.raises(ConfigError, match="got:      none"):
+    with pytest.raises(ConfigError, match="got:      no prompts"):
         await run_rollouts(agent, [], "http://127.0.0.1:1")
+    for given in ("text", {"prompt": "a"}):
+        with pytest.raises(ConfigError, match="which is one prompt and no list of them"):
+            await run_rollouts(agent, given, "http://127.0.0.1:1")
+
+
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fault"),
+    [
+        ([MESSAGE, {"role": "robot", "content": "a"}], "message 1: the role is 'robot', and none of"),
+        ([{"content": "a"}], "message 0: the role is None"),
+        ([MESSAGE, "a", None], "message 1: it is 'a', and no object, message 2: it is None, and no object"),
+        ([{"role": "user", "content": 3}], "message 0: the content is 3"),
+        ([], r"the prompt is \[\], and neither a text nor a list of messages"),
+        ({"prompt": "a", "label": 4}, "the label is 4, and no text"),
+        ({"prompt": "a", "label": ["x"], "metadata": {3: 1}, "tools": []}, "the label is .*names that.*unknown tools"),
+        ({"prompt": None}, "the prompt is None"),
+    ],
+)
+async def test_prompts_that_no_agent_could_use(prompt: Any, fault: str) -> None:
+    async def agent(**_: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match=f"prompt 1: .*{fault}"):
+        await run_rollouts(agent, ["a", prompt], "http://127.0.0.1:1")
 
 
 async def test_the_embedded_engine_gives_rows_that_train() -> None:

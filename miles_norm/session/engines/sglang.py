@@ -12,9 +12,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from miles_norm.errors import ConfigError, EngineRejectedError, EngineUnavailableError, shown
+from miles_norm.session.addresses import http_address
 from miles_norm.session.completion import Completion
 from miles_norm.session.engines.protocol import GenerationRequest
 from miles_norm.session.engines.sglang_answer import broken, read_completion
@@ -77,8 +77,8 @@ class SGLangEngine:
         routed_experts: tuple[int, int] | None = None,
     ) -> None:
         self.renderer = renderer
-        self._url, self._model = _checked(url), model
-        self._workers = [_checked(worker) for worker in workers]
+        self._url, self._model = http_address(url, "engine"), model
+        self._workers = [http_address(worker, "worker") for worker in workers]
         self._timeout_s, self._max_connections = timeout_s, max_connections
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._routed_experts = routed_experts
@@ -239,19 +239,6 @@ class SGLangEngine:
             raise _unavailable(url, str(error) or f"no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _unavailable(url, f"{type(error).__name__}: {error}") from error
-
-
-def _checked(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(
-            "url of the engine",
-            got=shown(url),
-            expected="http:// or https://, host and port",
-            reason="requests are sent there",
-            remedy="write it as http://127.0.0.1:30000",
-        )
-    return url.rstrip("/")
 
 
 def _unavailable(url: str, got: str) -> EngineUnavailableError:

@@ -74,9 +74,10 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, told.set)
         async with running_server(engine, config) as address:
-            logger.info("serving sessions on %s", address)
             if on_start is not None:
                 on_start(address)
+            else:
+                logger.info("serving sessions on %s", address)
             await told.wait()
 
     asyncio.run(until_told())

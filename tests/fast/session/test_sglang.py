@@ -356,5 +356,5 @@ def test_waiting_for_a_server_that_starts() -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://", ""])
 def test_urls(url: str) -> None:
-    with pytest.raises(ConfigError, match="url of the engine"):
+    with pytest.raises(ConfigError, match="address of the engine"):
         SGLangEngine(url, RENDERER)
