@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -39,6 +40,8 @@ class LiveSession:
     in_flight: int = 0
     """Turns that are being sampled or recorded."""
     deleted: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """What a page calls it: its id is the key to it."""
 
     def released(self) -> None:
         """One turn is no longer under way."""

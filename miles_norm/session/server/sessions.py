@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,9 @@ class Sessions:
         self.metrics = ServerMetrics(lambda: len(self._sessions))
         if journal is not None:
             self._sessions = restored_sessions(journal, config.message_match)
+
+    def __iter__(self) -> Iterator[LiveSession]:
+        return iter(self._sessions.values())
 
     def __len__(self) -> int:
         return len(self._sessions)
