@@ -1,20 +1,17 @@
 """The rollout driver against a real server: identities, what agents do wrong, and a server that is not always there."""
 
 import asyncio
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conversations import assistant, user
 from openai import AsyncOpenAI
-from scripted import Api, ScriptedEngine, connected, served, until
+from scripted import Api, ask, served, until
 
 from miles_norm import NormalizationConfig, Sample, normalize_rewards
-from miles_norm.errors import ConfigError, RequestError, SessionError
 from miles_norm.session import rollout
 from miles_norm.session.engines.embedded import EmbeddedEngine
 from miles_norm.session.rollout import RolloutOptions, run_rollouts
@@ -31,13 +28,6 @@ async def fixture_api() -> AsyncIterator[Api]:
         yield api
         # Whatever happened to a rollout, its session was deleted.
         assert (await api.metrics())["sessions"] == 0
-
-
-async def ask(base_url: str, *messages: Any, **fields: Any) -> dict[str, Any]:
-    async with connected(base_url) as api:
-        status, body = await api.call("POST", "/v1/chat/completions", {"messages": messages, **fields})
-        assert status == 200, body
-        return dict(body)
 
 
 async def test_identities_order_and_what_an_agent_is_given(api: Api) -> None:
@@ -265,54 +255,6 @@ async def test_rows_that_are_too_long(api: Api) -> None:
     assert "no rows" in none.metadata["error"]
 
 
-async def test_a_server_that_is_not_there_yet() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    async def agent(base_url: str, **_: Any) -> None:
-        await ask(base_url, user("hi"))
-
-    rolling = asyncio.create_task(run_rollouts(agent, ["a"], f"http://127.0.0.1:{port}/"))
-    await asyncio.sleep(0.1)
-    async with running_server(ScriptedEngine(), ServerConfig(port=port)):
-        (row,) = await rolling
-    assert row.status == "completed"
-
-
-async def test_a_server_that_is_started_again_between_the_agent_and_its_rows(tmp_path: Path) -> None:
-    """The turns are in the journal, and the driver asks again; the agent is not run again."""
-    calls, told = 0, asyncio.Event()
-
-    async def agent(base_url: str, **_: Any) -> dict[str, Any]:
-        nonlocal calls
-        calls += 1
-        await ask(base_url, user("hi"))
-        told.set()
-        await until(lambda: not told.is_set())
-        return {"reward": 1.0}
-
-    journal = str(tmp_path / "journal")
-    async with running_server(ScriptedEngine(), ServerConfig(port=0, journal=journal)) as address:
-        rolling = asyncio.create_task(run_rollouts(agent, ["a"], address))
-        await told.wait()
-    told.clear()
-    await asyncio.sleep(0.3)
-    async with running_server(ScriptedEngine(), ServerConfig(port=int(address.split(":")[2]), journal=journal)):
-        (row,) = await rolling
-    assert (calls, row.status, row.reward) == (1, "completed", 1.0)
-    assert row.loss_mask.any()
-
-
-async def test_a_server_that_is_full_for_a_while() -> None:
-    async def agent(base_url: str, **_: Any) -> None:
-        await ask(base_url, user("hi"))
-
-    async with served(max_sessions=2) as api:
-        rows = await run_rollouts(agent, ["a"] * 8, api.address, RolloutOptions(retries=8))
-        assert [row.status for row in rows] == ["completed"] * 8
-
-
 async def test_a_session_that_is_gone_costs_its_rollout_only(api: Api) -> None:
     """Expired under an agent that takes its time, or lost by a server without a journal."""
 
@@ -326,63 +268,6 @@ async def test_a_session_that_is_gone_costs_its_rollout_only(api: Api) -> None:
     assert (kept.status, kept.reward) == ("completed", 1.0)
     assert (lost.status, lost.reward, len(lost.tokens)) == ("aborted", None, 0)
     assert "status 404: session" in lost.metadata["error"]
-
-
-async def test_no_server_at_all() -> None:
-    async def agent(**_: Any) -> None: ...
-
-    with pytest.raises(SessionError, match=r"POST http://127.0.0.1:1/sessions\n  got: .*Cannot connect"):
-        await run_rollouts(agent, ["a"], "http://127.0.0.1:1", RolloutOptions(retries=0))
-    for address in (
-        "127.0.0.1:1",
-        "ftp://host",
-        "http://",
-        "http://host:70000",
-        "http://a:b@host",
-        "http://host/?a",
-        "",
-    ):
-        with pytest.raises(ConfigError, match="address of the session server"):
-            await run_rollouts(agent, ["a"], address)
-
-
-async def test_a_server_that_is_another_one() -> None:
-    """What it answers is no session; that is no reason to ask again."""
-    asked = 0
-
-    async def agent(**_: Any) -> None: ...
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal asked
-        asked += 1
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(SessionError, match="got:      a body that names no session: b'<html>'"):
-            await run_rollouts(agent, ["a"], f"http://127.0.0.1:{port}")
-    assert asked == 1
-
-
-async def test_a_key_that_is_no_header_is_not_tried_again(api: Api) -> None:
-    async def agent(**_: Any) -> None: ...
-
-    with pytest.raises(SessionError, match="ValueError"):
-        async with asyncio.timeout(10):
-            await run_rollouts(agent, ["a"], api.address, RolloutOptions(api_key="a\nb", retries=1000))
-
-
-async def test_a_wrong_key_ends_the_batch() -> None:
-    async def agent(**_: Any) -> None: ...
-
-    async with served(api_key="right") as api:
-        with pytest.raises(RequestError, match="status 401: key of the request"):
-            await run_rollouts(agent, ["a"] * 3, api.address, RolloutOptions(api_key="wrong"))
-        assert len(await run_rollouts(agent, ["a"] * 3, api.address, RolloutOptions(api_key="right"))) == 3
 
 
 async def test_a_batch_that_is_cancelled_ends_its_agents_and_sessions(api: Api) -> None:
@@ -403,33 +288,6 @@ async def test_a_batch_that_is_cancelled_ends_its_agents_and_sessions(api: Api) 
     with pytest.raises(asyncio.CancelledError):
         await rolling
     assert ended == 5
-
-
-async def test_a_server_that_fails_late_leaves_what_has_finished() -> None:
-    """The observer has it, whatever ends the batch."""
-    finished: list[Sequence[Sample]] = []
-
-    async def agent(base_url: str, prompt: str, **_: Any) -> dict[str, Any]:
-        if prompt == "early":
-            await ask(base_url, user("hi"))
-            return {"reward": 1.0}
-        await until(lambda: len(finished) == 2)
-        stop.set()
-        await asyncio.Event().wait()
-        return {}
-
-    stop = asyncio.Event()
-    server = running_server(ScriptedEngine(), ServerConfig(port=0))
-    address = await server.__aenter__()
-    options = RolloutOptions(retries=1, timeout_seconds=1)
-    rolling = asyncio.create_task(
-        run_rollouts(agent, ["early", "late", "early"], address, options, on_rollout=finished.append)
-    )
-    await stop.wait()
-    await server.__aexit__(None, None, None)
-    with pytest.raises(SessionError, match="Cannot connect"):
-        await rolling
-    assert sorted((row.index, row.reward) for rows in finished for row in rows) == [(0, 1.0), (2, 1.0)]
 
 
 async def test_an_agent_that_raises_a_keyboard_interrupt(api: Api) -> None:
@@ -457,52 +315,6 @@ async def test_an_observer_that_raises_ends_the_batch(api: Api) -> None:
 
     with pytest.raises(KeyError, match="observer"):
         await run_rollouts(agent, ["a"] * 5, api.address, ONE_EACH, on_rollout=observer)
-
-
-async def test_prompts_that_are_none() -> None:
-    async def agent(**_: Any) -> None: ...
-
-    prompts = ["fine", "", 3, {"prompt": "a", "lable": "b"}, {"prompt": "a", "metadata": 1}, None, {}]
-    with pytest.raises(ConfigError) as caught:
-        await run_rollouts(agent, prompts, "http://127.0.0.1:1")
-    for number, text in {
-        1: "the text is empty",
-        2: "the prompt is 3, and neither",
-        3: "unknown lable",
-        4: "the metadata are 1",
-        5: "no prompt in None",
-        6: "no prompt in {}",
-    }.items():
-        assert f"prompt {number}: {text}" in str(caught.value)
-    assert "prompt 0" not in str(caught.value)
-    with pytest.raises(ConfigError, match="got:      no prompts"):
-        await run_rollouts(agent, [], "http://127.0.0.1:1")
-    for given in ("text", {"prompt": "a"}):
-        with pytest.raises(ConfigError, match="which is one prompt and no list of them"):
-            await run_rollouts(agent, given, "http://127.0.0.1:1")
-
-
-MESSAGE = {"role": "user", "content": "a"}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "fault"),
-    [
-        ([MESSAGE, {"role": "robot", "content": "a"}], "message 1: the role is 'robot', and none of"),
-        ([{"content": "a"}], "message 0: the role is None"),
-        ([MESSAGE, "a", None], "message 1: it is 'a', and no object, message 2: it is None, and no object"),
-        ([{"role": "user", "content": 3}], "message 0: the content is 3"),
-        ([], r"the prompt is \[\], and neither a text nor a list of messages"),
-        ({"prompt": "a", "label": 4}, "the label is 4, and no text"),
-        ({"prompt": "a", "label": ["x"], "metadata": {3: 1}, "tools": []}, "the label is .*names that.*unknown tools"),
-        ({"prompt": None}, "the prompt is None"),
-    ],
-)
-async def test_prompts_that_no_agent_could_use(prompt: Any, fault: str) -> None:
-    async def agent(**_: Any) -> None: ...
-
-    with pytest.raises(ConfigError, match=f"prompt 1: .*{fault}"):
-        await run_rollouts(agent, ["a", prompt], "http://127.0.0.1:1")
 
 
 async def test_the_embedded_engine_gives_rows_that_train() -> None:
