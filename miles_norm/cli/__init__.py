@@ -13,10 +13,19 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 _INTERRUPTED = 130
+_EXIT_SECONDS = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``miles-norm`` with ``argv``, by default the arguments of the process, and return its exit code."""
+    code = _run(argv)
+    if argv is None and (background := sys.modules.get("miles_norm.cli.background")) is not None:
+        # The process ends now, whatever the agents that it ran have left behind.
+        background.exit_within(_EXIT_SECONDS, code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # An id that the terminal's encoding lacks is shown escaped instead of ending the program.

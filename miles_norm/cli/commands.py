@@ -248,12 +248,17 @@ def serve(
 
     The key that requests must bear, if any, is taken from the environment variable MILES_NORM_API_KEY.
     """
-    from miles_norm.cli.sessions import EngineChoice, api_key, run_server
+    from miles_norm.cli.agents import api_key
+    from miles_norm.cli.engines import EngineChoice
+
+    choice = EngineChoice(engine, engine_url, model)
+
+    from miles_norm.cli.serving import run_server
     from miles_norm.session.server.config import ServerConfig
 
     given = read_settings(ServerConfig, config, settings or ())
     given.setdefault("api_key", api_key())
-    run_server(console_for(stderr=True), EngineChoice(engine, engine_url, model), ServerConfig(**given))
+    run_server(console_for(stderr=True), choice, ServerConfig(**given))
 
 
 @app.command(
@@ -301,19 +306,13 @@ def rollout(  # the command line is what the options are
     replaces_prompts = output.exists() and prompts.exists() and output.samefile(prompts)
     check_output(output, prompts, DUMP_ENDINGS, force=force and not replaces_prompts)
 
-    from miles_norm.cli.sessions import (
-        EngineChoice,
-        aborted_rollouts,
-        api_key,
-        load_agent,
-        read_prompts,
-        request_kwargs,
-        roll_out,
-        show_rollouts,
-    )
-    from miles_norm.dumps import RolloutDump, write_dump
-    from miles_norm.session.rollout import RolloutOptions
+    from miles_norm.cli.agents import api_key, load_agent, read_prompts, request_kwargs
+    from miles_norm.cli.engines import EngineChoice
+    from miles_norm.session.addresses import http_address
+    from miles_norm.session.batch import RolloutOptions
 
+    choice = EngineChoice(engine, engine_url, model, engine_timeout)
+    address = None if server is None else http_address(server, "session server")
     options = RolloutOptions(
         n_samples_per_prompt=n_samples_per_prompt,
         concurrency=concurrency,
@@ -323,14 +322,21 @@ def rollout(  # the command line is what the options are
         api_key=api_key(),
         request_kwargs=request_kwargs(request or ()),
     )
+    given, played = read_prompts(prompts), load_agent(agent)
+    # What could be wrong without it has been checked before torch is loaded.
+    from miles_norm.cli.rolling import Batch, part_of, roll_out, write_batch
+
+    check_output(part_of(output), prompts, (".part.jsonl",), force=force)
+    batch, messages = Batch(given, options), console_for(stderr=True)
     with kept_warnings() as warnings:
-        choice = EngineChoice(engine, engine_url, model, engine_timeout)
-        rows = roll_out(load_agent(agent), read_prompts(prompts), options, server, choice)
-        write_dump(RolloutDump(samples=[row.to_dict() for row in rows]), output)
-    messages = console_for(stderr=True)
+        roll_out(played, batch, output, address, choice)
     show_warnings(messages, warnings)
-    show_rollouts(messages, rows, output)
-    if aborted_rollouts(rows) == {row.rollout_id for row in rows}:
+    write_batch(messages, batch, output)
+    if batch.interrupted:
+        raise typer.Exit(130)
+    if batch.error is not None:
+        raise batch.error
+    if all(row.status == "aborted" and "error" in row.metadata for row in batch.rows):
         raise typer.Exit(2)  # nothing to train on
 
 

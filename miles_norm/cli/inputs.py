@@ -268,14 +268,21 @@ class _Keeper(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
+        self._seen: dict[str, tuple[int, int]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        text = record.getMessage()
+        place, times = self._seen.get(text, (len(self.texts), 0))
+        self._seen[text] = place, times + 1
+        self.texts[place : place + 1] = [f"{text} ({times + 1} times)" if times else text]
 
 
 @contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """Collect what the library logs in the body instead of letting it print: the commands show warnings themselves."""
+    """Collect what the library logs in the body instead of letting it print: the commands show warnings themselves.
+
+    What is logged several times is there once, with how often.
+    """
     logger = logging.getLogger("miles_norm")
     keeper, handlers, propagate = _Keeper(), logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [keeper], False

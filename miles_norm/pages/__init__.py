@@ -50,22 +50,25 @@ def shared_asset(name: str) -> str:
     return files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
-def build_page(title: str, data: Any, *, styles: Sequence[str], scripts: Sequence[str]) -> str:
+def build_page(title: str, data: Any, *, styles: Sequence[str], scripts: Sequence[str], connects: bool = False) -> str:
     """One HTML document that loads nothing and runs nothing but ``scripts``.
 
     The scripts share one scope, in their order, and find the data in ``pageData``. A content security policy allows
-    these scripts by their hash and no connection at all, so that even text that got past an escape would not run.
+    these scripts by their hash and no connection, so that even text that got past an escape would not run.
 
     Args:
         title: Of the document; any text.
         data: What JSON can hold.
         styles: CSS texts.
         scripts: JavaScript texts.
+        connects: Let them ask the server that the page came from, and no other.
     """
     opening = 'const pageData = JSON.parse(document.getElementById("data").textContent);\n'
     script = '"use strict";\n(() => {\n' + opening + "\n".join(scripts) + "})();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    if connects:
+        policy += "; connect-src 'self'"
     style = "\n".join(styles)
     return f"""<!doctype html>
 <html lang="en">

@@ -10,8 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from miles_norm.errors import RequestError, SessionError
+from miles_norm.errors import DumpError, RequestError, SessionError, shown
 from miles_norm.samples import Sample
+from miles_norm.session.addresses import http_address
 from miles_norm.session.wire import decode_rows
 
 __all__ = ["SessionClient", "connect"]
@@ -24,7 +25,7 @@ class SessionClient:
     """Requests to a session server, repeated while it does not answer or fails; made by ``connect``."""
 
     def __init__(self, http: aiohttp.ClientSession, server: str, retries: int) -> None:
-        self.server = server.rstrip("/")
+        self.server = http_address(server, "session server")
         self._http, self._retries = http, retries
 
     def base_url(self, session_id: str) -> str:
@@ -38,8 +39,12 @@ class SessionClient:
             RequestError: the server refused.
             SessionError: it did not answer, or failed, after all retries.
         """
-        answer = json.loads(await self._request("POST", "/sessions", {"metadata": metadata}))
-        session_id: str = answer["session_id"]
+        answer = await self._request("POST", "/sessions", {"metadata": metadata})
+        try:
+            session_id: str = json.loads(answer)["session_id"]
+        except (ValueError, LookupError, TypeError):
+            said = f"a body that names no session: {shown(answer[:100])}"
+            raise self._error(SessionError, "POST", "/sessions", said) from None
         return session_id
 
     async def rows(self, session_id: str, asked: Mapping[str, Any]) -> list[Sample]:
@@ -49,7 +54,11 @@ class SessionClient:
             RequestError: the server refused, as what was asked does not fit the session.
             SessionError: it did not answer, or failed, after all retries.
         """
-        return decode_rows(await self._request("POST", f"/sessions/{session_id}/samples", asked))[0]
+        path = f"/sessions/{session_id}/samples"
+        try:
+            return decode_rows(await self._request("POST", path, asked))[0]
+        except DumpError as error:
+            raise self._error(SessionError, "POST", path, f"a body that holds no rows: {error.got}") from error
 
     async def forget(self, session_id: str) -> None:
         """Delete a session; one that cannot be deleted is left to expire."""
@@ -61,11 +70,13 @@ class SessionClient:
         said = ""
         for attempt in range(self._retries + 1):
             if attempt:
-                await asyncio.sleep(min(0.1 * 2**attempt, _LONGEST_PAUSE))
+                await asyncio.sleep(min(0.1 * 2 ** min(attempt, 10), _LONGEST_PAUSE))
             try:
                 async with self._http.request(method, self.server + path, data=data) as answer:
                     content = await answer.read()
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except ValueError as error:  # A key that is no header, say: it would be no better the next time.
+                raise self._error(SessionError, method, path, f"{type(error).__name__}: {error}") from error
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 said = f"{type(error).__name__}: {error}"
                 continue
             if answer.status < 400:
@@ -89,7 +100,11 @@ class SessionClient:
 async def connect(
     server: str, *, api_key: str | None = None, connections: int = 64, retries: int = 5
 ) -> AsyncIterator[SessionClient]:
-    """A client of the session server at an address such as ``http://127.0.0.1:8811``."""
+    """A client of the session server at an address such as ``http://127.0.0.1:8811``.
+
+    Raises:
+        ConfigError: it is no such address.
+    """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     connector = aiohttp.TCPConnector(limit=connections)
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=_TIMEOUT) as http:

@@ -15,10 +15,10 @@ import threading
 import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from miles_norm.errors import JournalError
+from miles_norm.errors import JournalError, shown
+from miles_norm.session.journal_errors import checked_path, journal_error, refused
 
 __all__ = ["Journal", "JournalRecord", "SyncMode"]
 
@@ -38,18 +38,6 @@ _SCHEMA = f"""
     CREATE INDEX records_of_session ON records (session_id);
 """
 _INSERT = "INSERT INTO records (session_id, kind, payload, checksum) VALUES (?, ?, ?, ?)"
-
-_REASONS = {
-    "SQLITE_FULL": (
-        "the disk is full, and this was not written",
-        "make room; the journal then goes on by itself",
-    ),
-    "SQLITE_BUSY": ("another process holds the journal", "stop the other server, or name another file"),
-    "SQLITE_CANTOPEN": ("the folder is missing or may not be written", "make the folder, or name another file"),
-    "SQLITE_CORRUPT": ("the file is damaged", "restore it from a copy, or move it away and start anew"),
-    "SQLITE_NOTADB": ("the file is no journal", "name another file"),
-    "SQLITE_IOERR": ("what could not be written must not be acknowledged", "see what the system says about the disk"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +87,22 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, sync: SyncMode = "normal") -> None:
-        self._path = Path(path)
+        self.path = checked_path(path)
+        if sync not in get_args(SyncMode):
+            raise refused(path, f"sync {shown(sync)}", f"one of {', '.join(get_args(SyncMode))}")
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         try:
-            self._connection = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
+            self._connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
-            raise self._error(error, "opened") from None
+            raise journal_error(self.path, error, "opened") from None
         try:
             self._prepare(sync)
         except BaseException as error:
             self._connection.close()
             if isinstance(error, sqlite3.Error):
-                raise self._error(error, "opened") from None
+                raise journal_error(self.path, error, "opened") from None
             raise
 
     def _prepare(self, sync: SyncMode) -> None:
@@ -123,7 +113,7 @@ class Journal:
         empty = found == [0, 0] and run("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
         if not empty and found != [_APPLICATION_ID, _FORMAT]:
             raise JournalError(
-                f"journal {self._path}",
+                f"journal {self.path}",
                 got=f"a database with application id {found[0]:#x} and format {found[1]}",
                 expected=f"application id {_APPLICATION_ID:#x} and format {_FORMAT}",
                 reason="it belongs to another program, or to another version of this one",
@@ -147,11 +137,15 @@ class Journal:
         try:
             rows = self._connection.execute("SELECT * FROM records ORDER BY position")
             for position, session_id, kind, payload, checksum in rows:
+                # Columns of SQLite hold values of any type, whatever the schema says.
+                if not (isinstance(session_id, str) and isinstance(kind, str) and isinstance(payload, bytes)):
+                    types = ", ".join(type(value).__name__ for value in (session_id, kind, payload))
+                    raise sqlite3.DatabaseError(f"record {position} is of the types {types}")
                 if zlib.crc32(payload) != checksum:
                     raise sqlite3.DatabaseError(f"record {position}, of session {session_id}, has another checksum")
                 yield JournalRecord(session_id, kind, payload)
         except sqlite3.Error as error:
-            raise self._error(error, "read") from error
+            raise journal_error(self.path, error, "read") from error
 
     async def append(self, session_id: str, kind: str, payload: bytes) -> None:
         """Write a record; it is durable, as far as the sync mode goes, when this returns.
@@ -183,7 +177,7 @@ class Journal:
 
     async def _order(self, rows: tuple[tuple[str, str, bytes, int], ...] = (), purged: tuple[str, ...] = ()) -> None:
         if self._closed:
-            raise self._error(sqlite3.ProgrammingError("it is closed"), "written")
+            raise journal_error(self.path, sqlite3.ProgrammingError("it is closed"), "written")
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
             self._thread.start()
@@ -209,7 +203,7 @@ class Journal:
                 failure = error
             for order in orders:
                 # An error of its own for each: they are raised in different tasks.
-                told = None if failure is None else self._error(failure, "written")
+                told = None if failure is None else journal_error(self.path, failure, "written")
                 with contextlib.suppress(RuntimeError):  # The loop was closed, and nobody waits any more.
                     order.loop.call_soon_threadsafe(_settle, order.future, told)
 
@@ -238,19 +232,6 @@ class Journal:
         """Room in the file that holds no record."""
         run = self._connection.execute
         return int(run("PRAGMA freelist_count").fetchone()[0] * run("PRAGMA page_size").fetchone()[0])
-
-    def _error(self, error: Exception, done: str) -> JournalError:
-        code = getattr(error, "sqlite_errorname", "")
-        reason, remedy = _REASONS.get("_".join(code.split("_")[:2]), _REASONS["SQLITE_IOERR"])
-        made = JournalError(
-            f"journal {self._path}",
-            got=f"{error}" + (f" ({code})" if code else ""),
-            expected=f"a file that can be {done}",
-            reason=reason,
-            remedy=remedy,
-        )
-        made.__cause__ = error
-        return made
 
 
 def _settle(future: asyncio.Future[None], failure: JournalError | None) -> None:

@@ -38,13 +38,20 @@ def ending_of(path: str | os.PathLike[str], endings: Sequence[str], subject: str
     )
 
 
-def open_existing(path: str | os.PathLike[str], subject: str) -> BinaryIO:
+def open_existing(
+    path: str | os.PathLike[str], subject: str, *, reason: str = "the rows are read from this file"
+) -> BinaryIO:
     """Open a regular file that is not empty.
+
+    Args:
+        path: Of the file.
+        subject: What it is, for the error.
+        reason: What it is read for, for the error.
 
     Raises:
         DumpError: there is none, or it cannot be read.
     """
-    expected, reason = "a regular file that can be read and is not empty", "the rows are read from this file"
+    expected = "a regular file that can be read and is not empty"
     try:
         # A named pipe would block in open; only regular files are opened.
         info = Path(path).stat()

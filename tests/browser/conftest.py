@@ -26,19 +26,23 @@ def fixture_browser() -> Iterator[Any]:
 
 @pytest.fixture(name="open_page")
 def fixture_open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open a file; when the test ends, nothing may have been logged, thrown, asked for or loaded from elsewhere."""
+    """Open a file, or a page of a server: when the test ends, nothing may have been logged or thrown, and nothing asked
+    for or loaded from elsewhere."""
     contexts, problems = [], []
 
-    def open_page(path: Path, *, phone: bool = False, dark: bool = False) -> Any:
+    def open_page(place: Path | str, *, phone: bool = False, dark: bool = False, logged: str = "\n") -> Any:
+        """``logged``: what messages of the console may say."""
+        address = place if isinstance(place, str) else place.resolve().as_uri()
+        own = ("file:", "data:") if isinstance(place, Path) else ("data:", place.partition("/ui")[0] + "/")
         scheme = "dark" if dark else "light"
         context = browser.new_context(viewport=PHONE if phone else DESKTOP, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+        page.on("console", lambda said: logged in said.text or problems.append(f"{said.type}: {said.text}"))
         page.on("pageerror", lambda error: problems.append(f"error: {error}"))
         page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or problems.append(request.url))
-        page.goto(path.resolve().as_uri())
+        page.on("request", lambda request: request.url.startswith(own) or problems.append(request.url))
+        page.goto(address)
         return page
 
     yield open_page

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from command_line import EXAMPLE, MAINSTREAM
+from page_checks import HOSTILE, OUTSIDE, SMALL
 
 from miles_norm import RolloutDump, read_dump, write_dump
 from miles_norm.cli import main
 
 pytestmark = pytest.mark.browser
-
-HOSTILE = '</script><img src=x onerror="alert(1)"><b>bold</b>'
 
 
 @pytest.fixture(scope="module", name="reports")
@@ -188,15 +187,6 @@ def test_contrast(open_page: Open, reports: dict[str, Path], dark: bool) -> None
                 one, other = (luminance(page.evaluate(value, f"--{each}")) for each in (name, ground))
                 ratio = (max(one, other) + 0.05) / (min(one, other) + 0.05)
                 assert ratio >= least, f"{name} on {ground}: {ratio:.2f}"
-
-
-OUTSIDE = """() => [...document.querySelectorAll("main *")].filter((each) => {
-  const box = each.getBoundingClientRect();
-  return box.width && (box.right > innerWidth + 1 || box.left < -1) && !each.closest("svg") && !each.closest(".scroll");
-}).map((each) => each.outerHTML.slice(0, 80))"""
-SMALL = """() => [...document.querySelectorAll("main *")].filter((each) => each.checkVisibility() &&
-  [...each.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim()) &&
-  parseFloat(getComputedStyle(each).fontSize) < 12).map((each) => each.outerHTML.slice(0, 80))"""
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

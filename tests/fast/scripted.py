@@ -132,6 +132,14 @@ async def connected(address: str, key: str | None = None) -> AsyncIterator[Api]:
         yield Api(http, address)
 
 
+async def ask(base_url: str, *messages: Any, **fields: Any) -> dict[str, Any]:
+    """A turn as an agent takes it, below the address of its session."""
+    async with connected(base_url) as api:
+        status, body = await api.call("POST", "/v1/chat/completions", {"messages": messages, **fields})
+        assert status == 200, body
+        return dict(body)
+
+
 @asynccontextmanager
 async def served(engine: Engine | None = None, **settings: Any) -> AsyncIterator[Api]:
     """A server on a free port while the block runs, and its client."""

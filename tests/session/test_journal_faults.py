@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import resource
 import signal
 from collections.abc import Iterator
@@ -165,11 +166,23 @@ async def test_a_file_that_is_no_journal(tmp_path: Path) -> None:
             pass
 
 
+MADE = ("s", "session", b'{"metadata": {}, "created_at": 0}')
+
+
 @pytest.mark.parametrize(
     ("records", "match"),
     [
         ([("s", "turn", b"{}")], "record 0 of the journal"),
         ([("s", "session", b"[]")], "session 's'"),
+        ([("s", "session", b"[" * 100_000)], "record 0 of the journal\n  got: .*RecursionError"),
+        ([("s", "session", b'{"metadata": 3, "created_at": 0}')], "ValueError: metadata 3, created_at 0"),
+        ([("s", "session", b'{"metadata": {}, "created_at": "now"}')], "ValueError: metadata {}, created_at 'now'"),
+        ([("s", "session", b'{"metadata": {}, "created_at": Infinity}')], "created_at inf"),
+        ([MADE, MADE], "record 1 of the journal\n  got: .*it is there already"),
+        ([MADE, ("s", "note", b"")], "record 1 of the journal\n  got: .*'note' of session 's'.*unknown"),
+        ([MADE, ("s", "turn", b"[" * 100_000)], "record 1 of the journal"),
+        ([MADE, ("s", "turn", b"3")], "record 1 of the journal"),
+        ([MADE, ("s", "turn", b"")], "record 1 of the journal"),
         ([("s", "session", b'{"metadata": {}, "created_at": 0}'), ("s", "turn", b'{"parent": 3}')], "record 1 of the"),
         ([("s", "session", b'{"metadata": {}, "created_at": 0}'), ("s", "turn", b"\xff")], "record 1 of the journal"),
     ],
@@ -183,6 +196,18 @@ async def test_records_that_make_no_session(tmp_path: Path, records: list[Any], 
         async with served(journal=str(tmp_path / "journal")):
             pass
     assert "every acknowledged turn has to be there again" in str(caught.value)
+
+
+async def test_a_server_says_what_it_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "miles_norm")
+    journal = str(tmp_path / "journal")
+    async with served(journal=journal) as api:
+        sessions = [await api.create() for _ in range(2)]
+        for number in range(3):
+            await api.turn(sessions[number % 2], [user(str(number))])
+    assert "restored" not in caplog.text
+    async with served(journal=journal):
+        assert f"restored 2 sessions with 3 turns from {journal}" in caplog.messages
 
 
 async def test_a_limit_that_was_lowered_does_not_lose_turns(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from conversations import user
 from processes import running
-from scripted import Api, ScriptedEngine, connected, served, until
+from scripted import Api, Gate, ScriptedEngine, connected, served, until
 
-from miles_norm.session.server import ServerConfig, running_server
+from miles_norm.session.server import ServerConfig, run, running_server
 
 pytestmark = pytest.mark.anyio
 
@@ -34,6 +34,42 @@ async def test_a_server_that_is_told_to_end_finishes_its_turns(tmp_path: Path, n
             assert await asyncio.to_thread(process.wait) == 0
     async with served(journal=str(journal)) as api:
         assert set(answered) <= set(await api.turns(session))
+
+
+LINE = b"POST /sessions HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize("half", [LINE, LINE + b"Content-Length: 9\r\n\r\n{"], ids=["head", "body"])
+async def test_a_half_sent_request_does_not_keep_a_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, half: bytes
+) -> None:
+    monkeypatch.setattr(run, "_GRACE_SECONDS", 0.2)
+    async with served() as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(api.address.rpartition(":")[2]))
+        writer.write(half)
+        await writer.drain()
+        await asyncio.sleep(0.1)
+    answer = await reader.read()
+    writer.close()
+    expected = [] if half == LINE else ["not waited for after 0.2 s: requests under way, 1"]
+    assert caplog.messages == expected  # and no traceback
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable" if expected else b"")
+    if expected:
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "ServerEnding"
+
+
+async def test_a_turn_that_outlasts_the_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is recorded, and the same request may be sent again."""
+    monkeypatch.setattr(run, "_GRACE_SECONDS", 0.2)
+    engine = ScriptedEngine(Gate())
+    server = running_server(engine, ServerConfig(port=0))
+    async with connected(await server.__aenter__()) as api:
+        turn = asyncio.create_task(api.try_turn(await api.create(), [user("hi")]))
+        await until(lambda: engine.requests)
+        await server.__aexit__(None, None, None)
+        status, body = await turn
+    assert (status, body["error"]["code"]) == (503, "ServerEnding")
+    assert engine.cancelled == 1
 
 
 async def in_flight(api: Api, session: str) -> int:

@@ -11,11 +11,20 @@ from typing import Any
 from miles_norm.errors import RenderingError, shown
 from miles_norm.session.rendering import Message
 
-__all__ = ["END_OF_TEXT", "END_OF_TURN", "SPECIAL_TOKENS", "VOCABULARY_SIZE", "ChatMLRenderer", "text_of"]
+__all__ = [
+    "END_OF_CALL",
+    "END_OF_TEXT",
+    "END_OF_TURN",
+    "SPECIAL_TOKENS",
+    "START_OF_CALL",
+    "VOCABULARY_SIZE",
+    "ChatMLRenderer",
+    "text_of",
+]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 """Ids 256 and up; the ids below are bytes."""
-END_OF_TEXT, END_OF_TURN = 256, 258
+END_OF_TEXT, END_OF_TURN, START_OF_CALL, END_OF_CALL = 256, 258, 259, 260
 VOCABULARY_SIZE = 256 + len(SPECIAL_TOKENS)
 
 _IDS = {text: 256 + number for number, text in enumerate(SPECIAL_TOKENS)}

@@ -26,10 +26,14 @@ __all__ = ["EmbeddedEngine"]
 # Fields of OpenAI's and SGLang's requests, and the values of them that ask for nothing beyond what this engine does.
 _UNDERSTOOD: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
+    "logit_bias": ({},),
     "min_p": (0,),
-    "parallel_tool_calls": (True,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "top_k": (-1,),
 }
@@ -218,15 +222,20 @@ class EmbeddedEngine:
             faults.append(f"token_ids of type {prompt.dtype} and shape {prompt.shape}")
         elif prompt.min() < 0 or prompt.max() >= VOCABULARY_SIZE:
             faults.append(f"token ids from {prompt.min()} to {prompt.max()} in a vocabulary of {VOCABULARY_SIZE}")
-        for name, value in request.extra.items():
-            if value is not None and value not in _UNDERSTOOD.get(name, ()):
-                faults.append(f"{name} = {shown(value)}")
+        refused = {
+            name: value
+            for name, value in request.extra.items()
+            if value is not None and value not in _UNDERSTOOD.get(name, ())
+        }
+        faults += [_refusal(name, value) for name, value in refused.items()]
         if faults:
-            raise refuse("; ".join(faults), "a prompt that leaves room for a reply, and fields that this engine knows")
+            expected = "a prompt that leaves room for a reply, and what the embedded engine can do"
+            raise refuse("; ".join(faults), expected, next(iter(refused)) if len(faults) == len(refused) == 1 else None)
         limit = room if request.max_tokens is None else min(room, request.max_tokens)
         seed = self._seeds.spawn(1)[0] if request.seed is None else request.seed % 2**64
         stops = tuple(self.renderer.encode(text) for text in request.stop)
-        return Generation(request, limit, np.random.default_rng(seed), stops)
+        one_call = bool(request.tools) and request.extra.get("parallel_tool_calls") is False
+        return Generation(request, limit, np.random.default_rng(seed), stops, one_call)
 
     def _completion(self, generation: Generation) -> Completion:
         request, ids, reason = generation.request, generation.token_ids, generation.finish_reason
@@ -256,6 +265,12 @@ def _take_one_core() -> None:
     """
     torch.set_num_threads(1)
     torch.get_num_threads()
+
+
+def _refusal(name: str, value: object) -> str:
+    taken = _UNDERSTOOD.get(name)
+    only = f"only {' or '.join(map(repr, taken))}" if taken else "no such field"
+    return f"{name} = {shown(value)}, where it takes {only}"
 
 
 def _unavailable(got: str) -> EngineUnavailableError:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_norm.session.completion import FinishReason
-from miles_norm.session.engines.chatml import END_OF_TEXT, END_OF_TURN, VOCABULARY_SIZE
+from miles_norm.session.engines.chatml import END_OF_CALL, END_OF_TEXT, END_OF_TURN, START_OF_CALL, VOCABULARY_SIZE
 from miles_norm.session.engines.embedded_policy import Decoder
 from miles_norm.session.engines.protocol import GenerationRequest
 
@@ -37,6 +37,8 @@ class Generation:
     """Gives one number per sampled token, the k-th one to the k-th token."""
     stops: tuple[list[int], ...] = ()
     """Stop texts as token ids."""
+    one_call: bool = False
+    """End the reply with its first tool call."""
     prompt: NDArray[np.int64] = field(init=False)
     read: int = 0
     """Tokens of the prompt that the state holds."""
@@ -52,7 +54,8 @@ class Generation:
         for token, log_prob in zip(tokens, log_probs, strict=True):
             self.token_ids.append(token)
             self.log_probs.append(log_prob)
-            if token in (END_OF_TURN, END_OF_TEXT) or self.stop_at() is not None:
+            called = self.one_call and token == END_OF_CALL and START_OF_CALL in self.token_ids
+            if token in (END_OF_TURN, END_OF_TEXT) or called or self.stop_at() is not None:
                 self.finish_reason = "stop"
             elif len(self.token_ids) >= self.limit:
                 self.finish_reason = "length"

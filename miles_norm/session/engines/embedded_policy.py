@@ -68,10 +68,13 @@ class EmbeddedPolicy(nn.Module):
                 faults.append(f"{name} is unknown")
             elif value.shape != own[name].shape:
                 faults.append(f"{name} has shape {list(value.shape)} instead of {list(own[name].shape)}")
-            elif not bool(torch.isfinite(value).all()):
+            elif not value.is_floating_point():
+                faults.append(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}")
+            elif not bool(torch.isfinite(value.float()).all()):
                 faults.append(f"{name} has values that are no finite numbers")
         if faults:
-            raise refuse("; ".join(faults), "the weights of this policy, finite, under the names of its state_dict")
+            got = "; ".join(faults[:10]) + (f"; and {len(faults) - 10} more" if len(faults) > 10 else "")
+            raise refuse(got, "the weights of this policy, finite, under the names of its state_dict")
         policy = EmbeddedPolicy(self.gru.hidden_size, self.gru.input_size)
         policy.load_state_dict(dict(weights))
         return policy
@@ -100,7 +103,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     file = file / "model.safetensors" if file.is_dir() else file
     subject = f"weights {os.fspath(file)}"
     package = import_extra("safetensors.torch", subject)
-    with open_existing(file, subject) as stream:
+    with open_existing(file, subject, reason="the weights of the policy are read from it") as stream:
         data = stream.read()
     try:
         weights: dict[str, Tensor] = package.load(data)

@@ -61,7 +61,9 @@ class GenerationRequest:
         }
         found = [f"{name}: {text}" for name, text in faults.items() if text]
         if found:
-            raise refuse("; ".join(found), "sampling parameters within their ranges")
+            named = [name for name, text in faults.items() if text]
+            param = named[0] if len(named) == 1 else None
+            raise refuse("; ".join(found), "sampling parameters within their ranges", param)
 
 
 def _outside(value: float, low: float, high: float) -> str | None:
@@ -70,8 +72,14 @@ def _outside(value: float, low: float, high: float) -> str | None:
     return None if inside else f"{shown(value)}, expected at least {low:g}{at_most}"
 
 
-def refuse(got: str, expected: str) -> EngineRejectedError:
-    """The error for a request that cannot be served as it is: HTTP status 400 and a body as OpenAI's."""
+def refuse(got: str, expected: str, param: str | None = None) -> EngineRejectedError:
+    """The error for a request that cannot be served as it is: HTTP status 400 and a body as OpenAI's.
+
+    Args:
+        got: What cannot be served.
+        expected: What could be.
+        param: Field of the request that is at fault, if it is one.
+    """
     error = EngineRejectedError(
         "request to the engine",
         got=got,
@@ -80,7 +88,8 @@ def refuse(got: str, expected: str) -> EngineRejectedError:
         remedy="mend the request",
     )
     message = f"{got} (expected {expected})"
-    error.body = json.dumps({"error": {"message": message, "type": "invalid_request_error"}})
+    about = {"type": "invalid_request_error", "param": param, "code": type(error).__name__}
+    error.body = json.dumps({"error": {"message": message, **about}})
     return error
 
 

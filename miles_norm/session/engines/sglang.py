@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from miles_norm.errors import ConfigError, EngineContractError, EngineRejectedError, EngineUnavailableError, shown
+from miles_norm.session.addresses import http_address
 from miles_norm.session.completion import Completion
 from miles_norm.session.engines.protocol import GenerationRequest
 from miles_norm.session.engines.sglang_answer import broken, read_completion
-from miles_norm.session.engines.sglang_http import ADDRESS, JsonClient, checked_url, unavailable
+from miles_norm.session.engines.sglang_http import ADDRESS, JsonClient, unavailable
 from miles_norm.session.rendering import Renderer
 
 __all__ = ["SGLangEngine"]
@@ -68,8 +69,8 @@ class SGLangEngine:
         routed_experts: tuple[int, int] | None = None,
     ) -> None:
         self.renderer = renderer
-        self._url, self._model = checked_url(url), model
-        self._workers = [checked_url(worker) for worker in workers]
+        self._url, self._model = http_address(url, "engine"), model
+        self._workers = [http_address(worker, "worker") for worker in workers]
         self._client = JsonClient(timeout_s, max_connections, api_key)
         self._routed_experts = routed_experts
         self._prompt_is_read = self._tokenizer_is_known = False

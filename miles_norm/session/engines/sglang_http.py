@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from miles_norm.errors import ConfigError, EngineRejectedError, EngineUnavailableError, shown
+from miles_norm.errors import EngineRejectedError, EngineUnavailableError, shown
 from miles_norm.session.engines.sglang_answer import broken
 from miles_norm.session.extras import import_extra
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 else:
     aiohttp = import_extra("aiohttp", "client of an SGLang server")
 
-__all__ = ["ADDRESS", "JsonClient", "checked_url", "unavailable"]
+__all__ = ["ADDRESS", "JsonClient", "unavailable"]
 
 ADDRESS = "see what answers at this address, and whether it asks for a key"
 """What to do about answers that no SGLang server gives."""
@@ -108,31 +107,6 @@ class JsonClient:
             raise unavailable(url, str(error) or f"no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise unavailable(url, f"{type(error).__name__}: {error}") from error
-
-
-def checked_url(url: str) -> str:
-    """The URL of a server, without a slash at its end.
-
-    Raises:
-        ConfigError: not ``http://`` or ``https://``, a host, and perhaps a port and a path other than ``/v1``.
-    """
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        usable = usable and not (parts.query or parts.fragment or any(character.isspace() for character in url))
-        # The routes of the server's own, such as /health, are beside /v1.
-        usable = usable and not parts.path.rstrip("/").endswith("/v1")
-    except (ValueError, AttributeError):  # brackets or a port that are none; no text
-        usable = False
-    if not usable:
-        raise ConfigError(
-            "url of the engine",
-            got=shown(url),
-            expected="http:// or https://, host and port, without /v1",
-            reason="requests are sent there",
-            remedy="write it as http://127.0.0.1:30000",
-        )
-    return url.rstrip("/")
 
 
 def unavailable(url: str, got: str) -> EngineUnavailableError:

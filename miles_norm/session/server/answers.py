@@ -27,7 +27,7 @@ from miles_norm.errors import (
     UnknownSessionError,
 )
 
-__all__ = ["KINDS", "error_answer", "json_answer", "to_json"]
+__all__ = ["KINDS", "ending_answer", "error_answer", "json_answer", "to_json"]
 
 KINDS: tuple[tuple[type[MilesNormError], int, bool, str], ...] = (
     (UnauthorizedError, 401, False, "authentication_error"),
@@ -72,10 +72,22 @@ def error_answer(error: Exception) -> Response:
         return json_answer(body, error.status_code, {**(error.headers or {}), "x-should-retry": "false"})
     for cls, status, again, kind in KINDS:
         if isinstance(error, cls):
-            return json_answer(_body(str(error), kind, error), status, {"x-should-retry": str(again).lower()})
+            return json_answer(_body(_line(error), kind, error), status, {"x-should-retry": str(again).lower()})
     body = _body("an error of the server; its log has more", "internal_error", error)
     # The server closes the connection of a request that raised; a client that does not know would use it again.
     return json_answer(body, 500, {"x-should-retry": "false", "connection": "close"})
+
+
+def ending_answer() -> Response:
+    """The answer to a request that the server does not wait for any longer."""
+    message = "the server is ending, and did not wait for this request; nothing of it was recorded"
+    body = {"error": {"message": message, "type": "server_error", "param": None, "code": "ServerEnding"}}
+    return json_answer(body, 503, {"x-should-retry": "true", "connection": "close"})
+
+
+def _line(error: MilesNormError) -> str:
+    """The parts of an error on one line: clients put it into messages of their own."""
+    return f"{error.subject}: {error.got}; expected {error.expected}: {error.reason}. To mend it: {error.remedy}"
 
 
 def _body(message: str, kind: str, error: Exception) -> dict[str, Any]:

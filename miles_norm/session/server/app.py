@@ -6,6 +6,7 @@
     POST   /sessions/{id}/v1/chat/completions   one turn, streamed or not
     POST   /sessions/{id}/samples               its training rows, as safetensors
     GET    /health, /metrics
+    GET    /ui                                  a page that shows sessions; /ui/data[/{number}] is what it asks for
 
 An agent uses it as any OpenAI server, with a ``base_url`` that ends in ``/sessions/{id}/v1``.
 """
@@ -34,6 +35,8 @@ from miles_norm.session.server.chat import chat_answer, stream_events
 from miles_norm.session.server.requests import ChatRequest, NewSession, SamplesRequest, read_body
 from miles_norm.session.server.samples import session_rows
 from miles_norm.session.server.sessions import Sessions
+from miles_norm.session.server.ui import ui_routes
+from miles_norm.session.server.viewing import Viewer
 from miles_norm.session.wire import encode_rows
 
 __all__ = ["session_app"]
@@ -53,6 +56,8 @@ def session_app(sessions: Sessions) -> Starlette:
         Route("/sessions/{session_id}/v1/chat/completions", handlers.complete, methods=["POST"]),
         Route("/sessions/{session_id}/samples", handlers.samples, methods=["POST"]),
     ]
+    if handlers.viewer is not None:
+        routes += ui_routes(handlers.viewer, sessions.config)
     failures = (MilesNormError, HTTPException, ClientDisconnect, Exception)
     return Starlette(
         routes=routes,
@@ -62,7 +67,7 @@ def session_app(sessions: Sessions) -> Starlette:
 
 
 class _KeyCheck:
-    """Lets requests pass that bear the key, and those to /health."""
+    """Lets requests pass that bear the key, and those to /health and the page /ui, which say nothing of any session."""
 
     def __init__(self, app: ASGIApp, sessions: Sessions) -> None:
         self._app, self._sessions = app, sessions
@@ -70,7 +75,7 @@ class _KeyCheck:
         self._expected = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._expected is not None and scope["path"] != "/health":
+        if self._expected is not None and scope["path"] not in ("/health", "/ui"):
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             if not hmac.compare_digest(given, self._expected):
                 error = _unauthorized(given)
@@ -84,6 +89,7 @@ class _Handlers:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._config = sessions.config
+        self.viewer = Viewer(sessions) if sessions.config.ui else None
 
     async def failed(self, request: Request, error: Exception) -> Response:
         self._sessions.metrics.failed(error)
@@ -133,6 +139,8 @@ class _Handlers:
         asked = read_body(SamplesRequest, await self._body(request))
         rows = session_rows(session, asked)
         self._sessions.metrics.rows.inc(len(rows))
+        if self.viewer is not None:
+            self.viewer.collected(session, asked, rows)
         return Response(encode_rows(rows), media_type="application/octet-stream")
 
     async def _body(self, request: Request) -> bytes:

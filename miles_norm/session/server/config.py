@@ -27,6 +27,9 @@ class ServerConfig(Config):
     api_key: str | None = Field(default=None, min_length=1)
     """Key that every request but those to /health must bear (`Authorization: Bearer KEY`)."""
 
+    ui: bool = True
+    """Serve a page at /ui that shows the latest sessions, with what was said in them. Its data need the key too."""
+
     max_sessions: int = Field(default=100_000, ge=1)
     """Sessions at a time; one more is refused until some are deleted or expire."""
 

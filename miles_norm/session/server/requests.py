@@ -6,14 +6,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from miles_norm.errors import RequestError, shown
+from miles_norm.errors import RequestError
+from miles_norm.session.conversation import checked_message
 
 __all__ = ["AgentOutcome", "ChatRequest", "NewSession", "SamplesRequest", "read_body"]
 
 IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 """Fields of a chat completion request that only concern the bookkeeping of a provider."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _Id = int | str | None
@@ -40,20 +39,6 @@ def read_body(model: type[_Body], body: bytes) -> _Body:
             reason="it is taken as it is: what is not understood would be left out in silence",
             remedy="mend the fields that are named",
         ) from None
-
-
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Check what every message must have; fields beyond these are for the chat template."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise ValueError(f"the role is {shown(role)}, and none of {', '.join(ROLES)}")
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise ValueError(f"tool_calls are {shown(calls)}, and no list of objects")
-    parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    if not parts and not isinstance(content, str | None):
-        raise ValueError(f"the content is {shown(content)}, and neither a text nor a list of parts")
-    return message
 
 
 def _one(n: int | None) -> int | None:
@@ -89,7 +74,7 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    messages: list[Annotated[dict[str, Any], AfterValidator(_message)]] = Field(min_length=1)
+    messages: list[Annotated[dict[str, Any], AfterValidator(checked_message)]] = Field(min_length=1)
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None

@@ -16,6 +16,7 @@ from miles_norm.session.engines.protocol import Engine
 from miles_norm.session.server.app import session_app
 from miles_norm.session.server.config import ServerConfig
 from miles_norm.session.server.sessions import Sessions
+from miles_norm.session.server.under_way import UnderWay
 from miles_norm.session.store import Journal
 
 __all__ = ["running_server", "serve"]
@@ -74,9 +75,10 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, told.set)
         async with running_server(engine, config) as address:
-            logger.info("serving sessions on %s", address)
             if on_start is not None:
                 on_start(address)
+            else:
+                logger.info("serving sessions on %s", address)
             await told.wait()
 
     asyncio.run(until_told())
@@ -92,13 +94,14 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def _uvicorn(sessions: Sessions, listener: socket.socket) -> AsyncIterator[None]:
+    requests = UnderWay(session_app(sessions))
     settings = uvicorn.Config(
-        session_app(sessions),
+        requests,
         access_log=False,
         lifespan="off",
         log_config=None,
         log_level="warning",
-        timeout_graceful_shutdown=_GRACE_SECONDS,
+        timeout_graceful_shutdown=2 * _GRACE_SECONDS,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
     )
     server = _Server(settings)
@@ -111,6 +114,7 @@ async def _uvicorn(sessions: Sessions, listener: socket.socket) -> AsyncIterator
     finally:
         expiry.cancel()
         server.should_exit = True
+        await requests.end(_GRACE_SECONDS)
         await running
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from miles_norm.samples import Sample
 from miles_norm.session.assembly import assemble
 from miles_norm.session.hooks import assign_reward, drop_retries, keep_all, leaf_rewards
+from miles_norm.session.server.live_session import LiveSession
 from miles_norm.session.server.requests import SamplesRequest
-from miles_norm.session.server.sessions import LiveSession
 
 __all__ = ["session_rows"]
 

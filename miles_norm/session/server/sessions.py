@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from miles_norm.errors import (
     EngineContractError,
     JournalError,
-    MilesNormError,
     NodeLimitError,
     SessionError,
     SessionLimitError,
@@ -24,35 +21,19 @@ from miles_norm.session.engines.protocol import Engine, GenerationRequest
 from miles_norm.session.node import Attachment, Node
 from miles_norm.session.prompt import next_prompt
 from miles_norm.session.server.config import ServerConfig
+from miles_norm.session.server.live_session import (
+    LiveSession,
+    new_session,
+    restored_sessions,
+    session_record,
+    turn_record,
+)
 from miles_norm.session.server.metrics import ServerMetrics
 from miles_norm.session.server.requests import ChatRequest
 from miles_norm.session.store import Journal
 from miles_norm.session.token_ids import TokenIds
-from miles_norm.session.tree import TrajectoryForest
-from miles_norm.session.wire import decode_node, encode_node
 
-__all__ = ["LiveSession", "Sessions"]
-
-
-@dataclass(eq=False, slots=True)
-class LiveSession:
-    """One session and who uses it."""
-
-    session_id: str
-    metadata: dict[str, Any]
-    """As it was created with."""
-    forest: TrajectoryForest
-    created_at: float
-    """Seconds since the epoch."""
-    last_used: float = field(default_factory=time.monotonic)
-    in_flight: int = 0
-    """Turns that are being sampled or recorded."""
-    deleted: bool = False
-
-    def released(self) -> None:
-        """One turn is no longer under way."""
-        self.in_flight -= 1
-        self.last_used = time.monotonic()
+__all__ = ["Sessions"]
 
 
 class Sessions:
@@ -77,7 +58,10 @@ class Sessions:
         self._recordings: set[asyncio.Task[Node]] = set()
         self.metrics = ServerMetrics(lambda: len(self._sessions))
         if journal is not None:
-            self._replay(journal)
+            self._sessions = restored_sessions(journal, config.message_match)
+
+    def __iter__(self) -> Iterator[LiveSession]:
+        return iter(self._sessions.values())
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -97,12 +81,12 @@ class Sessions:
                 reason="each keeps its tokens in memory",
                 remedy="delete the sessions whose rows were taken, set idle_seconds, or raise max_sessions",
             )
-        session = self._new(secrets.token_urlsafe(24), dict(metadata or {}), time.time())
+        session_id = secrets.token_urlsafe(24)
+        session = new_session(session_id, dict(metadata or {}), time.time(), self.config.message_match)
         self._sessions[session.session_id] = session
         if self._journal is not None:
-            created = json.dumps({"metadata": session.metadata, "created_at": session.created_at})
             try:
-                await self._journal.append(session.session_id, "session", created.encode())
+                await self._journal.append(*session_record(session))
             except BaseException:
                 del self._sessions[session.session_id]
                 raise
@@ -216,7 +200,7 @@ class Sessions:
             if self._journal is not None:
                 began = time.perf_counter()
                 # Nothing is awaited between the check above and the journal's queue, so no record follows a purge.
-                await self._journal.append(session.session_id, "turn", encode_node(turn))
+                await self._journal.append(*turn_record(session, turn))
                 self.metrics.journal_seconds.observe(time.perf_counter() - began)
             node = session.forest.add(turn)
         finally:
@@ -235,29 +219,6 @@ class Sessions:
                 reason="an agent that does not repeat the conversation as it was starts a tree with every request",
                 remedy="send back replies unchanged, or raise max_nodes",
             )
-
-    def _new(self, session_id: str, metadata: dict[str, Any], created_at: float) -> LiveSession:
-        # The limit is checked here, where turns under way are known; a journal may hold more than a later setting.
-        forest = TrajectoryForest(self.config.message_match, max_nodes=sys.maxsize)
-        return LiveSession(session_id, metadata, forest, created_at)
-
-    def _replay(self, journal: Journal) -> None:
-        for position, record in enumerate(journal.replay()):
-            try:
-                if record.kind == "session":
-                    created = json.loads(record.payload)
-                    session = self._new(record.session_id, created["metadata"], created["created_at"])
-                    self._sessions[record.session_id] = session
-                else:
-                    decode_node(self._sessions[record.session_id].forest, record.payload)
-            except (MilesNormError, ValueError, KeyError, TypeError) as error:
-                raise JournalError(
-                    f"record {position} of the journal",
-                    got=f"{record.kind} of session {record.session_id!r}: {type(error).__name__}: {error}",
-                    expected="sessions, and turns of the sessions before them",
-                    reason="every acknowledged turn has to be there again",
-                    remedy="restore the file from a copy, or move it away and start anew",
-                ) from error
 
 
 def _generation(request: ChatRequest, token_ids: TokenIds, session_id: str) -> GenerationRequest:

@@ -1,17 +1,23 @@
 """``miles-norm rollout`` and what ``serve`` refuses; the server itself is tested in tests/session."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from command_line import Run
+from safetensors.torch import save
 
 from miles_norm import read_dump
-from miles_norm.cli.sessions import read_prompts
+from miles_norm.cli.agents import read_prompts
+from miles_norm.session.rollout import Prompt
 
 AGENT = """
+import pathlib
 import aiohttp
 
 async def solve(*, base_url, prompt, request_kwargs, metadata, **kwargs):
@@ -23,6 +29,14 @@ async def solve(*, base_url, prompt, request_kwargs, metadata, **kwargs):
             async with http.post(f"{base_url}/v1/chat/completions", json=body) as answer:
                 await answer.json()
     return {"reward": float(len(prompt)), "calls": metadata.get("calls", 1)}
+
+async def counts(*, prompt, **kwargs):
+    await solve(prompt="x", **kwargs)
+    return {"reward": float(len(prompt))}
+
+async def obstructs(*, metadata, **kwargs):
+    pathlib.Path(metadata["folder"]).mkdir(exist_ok=True)
+    return await solve(metadata=metadata, **kwargs)
 
 def not_async(**kwargs):
     return None
@@ -72,7 +86,7 @@ def test_an_agent_that_raises_costs_its_rollout(run: Callable[..., Run], agent: 
     given = prompts(tmp_path, "fail", "ab")
     done = run("rollout", "--agent", f"{agent}:solve", "--prompts", given, "-o", out, "--n-samples-per-prompt", 1)
     assert done.code == 0
-    assert "rollout 0 of prompt 0 was aborted: ValueError: no such task" in done.err
+    assert "rollout 0 was aborted: ValueError: no such task" in done.err
     assert "1 rollout aborted" in done.err
     aborted, scored = read_dump(out).samples
     assert (aborted["status"], aborted["reward"], aborted["tokens"]) == ("aborted", None, [])
@@ -103,9 +117,17 @@ def test_agents_that_cannot_be_run(run: Callable[..., Run], agent: Path, tmp_pat
     ("text", "got"),
     [
         ("", "no prompts"),
-        ("{\n", "line 1: "),
-        ('"a"\n{"prompt": 3}\n', "prompt 1"),
-        ('{"prompt": "a", "lable": "x"}\n', "lable"),
+        ("{\n", "line 1: no JSON, Expecting property name enclosed in double quotes at column 2"),
+        ("[" * 100_000, "line 1: maximum recursion depth exceeded"),
+        ('"a"\n\n{"prompt": 3}\n', "line 3: the prompt is 3, and neither a text nor a list of messages"),
+        ('{"prompt": "a", "lable": "x"}\n', "line 1: unknown lable"),
+        (
+            '{"prompt": "a", "label": 4}\n"b"\n{"label": "x"}\n',
+            "line 1: the label is 4, and no text; line 3: no prompt",
+        ),
+        ('[{"role": "usr", "content": "a"}, "b"]\n', "line 1: message 0: the role is 'usr', and none of system"),
+        ('[{"role": "user", "content": "a"}, "b"]\n', "line 1: message 1: it is 'b', and no object"),
+        ('"a"\n' + "3\n" * 12, "line 11: the prompt is 3, and neither a text nor a list of messages; and 2 more"),
     ],
 )
 def test_prompts_that_cannot_be_read(run: Callable[..., Run], agent: Path, tmp_path: Path, text: str, got: str) -> None:
@@ -114,6 +136,110 @@ def test_prompts_that_cannot_be_read(run: Callable[..., Run], agent: Path, tmp_p
     done = run("rollout", "--agent", f"{agent}:solve", "--prompts", path, "-o", tmp_path / "o.jsonl")
     assert done.code == 2
     assert got in done.err
+    assert f"prompts {path}\n" in done.err
+
+
+def test_messages_are_a_prompt(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    out, messages = tmp_path / "o.jsonl", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    given = prompts(tmp_path, messages, {"prompt": messages, "label": "x"})
+    done = run("rollout", "--agent", f"{agent}:counts", "--prompts", given, "-o", out, "--n-samples-per-prompt", 1)
+    assert done.code == 0, done.err
+    rows = read_dump(out).samples
+    assert [(row["prompt"], row["reward"], row["label"]) for row in rows] == [
+        (messages, 2.0, None),
+        (messages, 2.0, "x"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    [
+        (("--server", "127.0.0.1:8811"), "address of the session server\n  got:      '127.0.0.1:8811'"),
+        (("--server", "http://127.0.0.1:88110"), "address of the session server"),
+        (("--server", "http://key@127.0.0.1:8811"), "a key does not belong into it"),
+        (("--engine-timeout", "-1"), "--engine-timeout\n  got:      -1"),
+        (("--engine-timeout", "nan"), "--engine-timeout\n  got:      nan"),
+        (("--engine-timeout", "inf"), "--engine-timeout\n  got:      inf"),
+        (("--n-samples-per-prompt", "1000000000"), "n_samples_per_prompt: input should be less than or equal to 65536"),
+        (("--concurrency", "0"), "concurrency=0"),
+        (("--timeout", "nan"), "timeout_seconds=nan"),
+        (("--model", "nowhere"), "--model nowhere\n  got:      no such file or folder"),
+        (("--engine", "sglang", "--engine-url", "x:1", "--model", "."), "address of the engine\n  got:      'x:1'"),
+    ],
+)  # fmt: skip
+def test_options_are_refused_before_anything_is_loaded(
+    run: Callable[..., Run], agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, got: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "miles_norm.cli.rolling", None)  # importing it would raise
+    out = tmp_path / "o.jsonl"
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "a"), "-o", out, *arguments)
+    assert done.code == 2
+    assert got in done.err
+
+
+def test_what_is_refused_early_needs_no_torch(tmp_path: Path) -> None:
+    """In a process of its own, where nothing else has loaded it."""
+    prompts(tmp_path, "a")
+    code = (
+        "import sys; from miles_norm.cli import main; "
+        "code = main(['rollout', '--agent', 'nowhere:solve', '--prompts', 'prompts.jsonl', '-o', 'o.pt']); "
+        "print(code, sorted({'torch', 'aiohttp', 'uvicorn'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout == "2 []\n"
+    assert "ModuleNotFoundError: No module named 'nowhere'" in done.stderr
+
+
+def test_the_same_failure_is_said_once(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    given = prompts(tmp_path, "fail", "ab", "fail")
+    done = run(
+        "rollout", "--agent", f"{agent}:solve", "--prompts", given, "-o", tmp_path / "o.jsonl",
+        "--n-samples-per-prompt", 2,
+    )  # fmt: skip
+    assert done.code == 0
+    assert done.err.count("no such task") == 1
+    assert "4 rollouts were aborted: ValueError: no such task (rollouts 0, 1, 4, 5)" in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (b"no weights", "weights {path}\n  got:      Error while deserializing"),
+        (b"", "weights {path}\n  got:      an empty file"),
+        (None, "--model {path}\n  got:      embedding.weight is missing; "),
+    ],
+)
+def test_weights_that_are_none(
+    run: Callable[..., Run], agent: Path, tmp_path: Path, content: bytes | None, got: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content if content is not None else save({f"layer.{n}": torch.zeros(1) for n in range(200)}))
+    done = run(
+        "rollout", "--agent", f"{agent}:solve", "--prompts", prompts(tmp_path, "a"), "-o", tmp_path / "o.jsonl",
+        "--model", path,
+    )  # fmt: skip
+    assert done.code == 2
+    assert got.format(path=path) in done.err
+    assert "rows are read" not in done.err
+    assert len(done.err) < 1500
+
+
+def test_a_dump_that_cannot_be_written_leaves_its_rows_beside_it(
+    run: Callable[..., Run], agent: Path, tmp_path: Path
+) -> None:
+    """The agent makes a folder where the dump should be."""
+    out = tmp_path / "o.parquet"
+    given = prompts(tmp_path, {"prompt": "ab", "metadata": {"folder": str(out)}})
+    command = ("rollout", "--agent", f"{agent}:obstructs", "--prompts", given, "-o", out, "--n-samples-per-prompt", 2)
+    done = run(*command)
+    part = tmp_path / "o.parquet.part.jsonl"
+    assert done.code == 2
+    assert f"kept: finished rollouts are in {part}" in done.err
+    assert sorted(row["rollout_id"] for row in read_dump(part).samples) == [0, 1]
+    out.rmdir()
+    again = run(*command)
+    assert again.code == 2
+    assert f"output {part}\n  got:      a file that exists" in again.err
 
 
 @pytest.mark.parametrize(
@@ -122,7 +248,7 @@ def test_prompts_that_cannot_be_read(run: Callable[..., Run], agent: Path, tmp_p
         (("--engine", "gpt"), "gpt"),
         (("--engine", "sglang"), "no --engine-url and --model"),
         (("--engine-url", "http://127.0.0.1:1"), "--engine-url with the embedded engine"),
-        (("--model", "nowhere.safetensors"), "weights nowhere.safetensors"),
+        (("--model", "nowhere.safetensors"), "--model nowhere.safetensors"),
         (("--set", "port=-1"), "port"),
         (("--set", "ports=1"), "ports"),
         (("--set", "host=256.0.0.1"), "address 256.0.0.1"),
@@ -183,4 +309,4 @@ def test_an_agent_whose_module_fails(run: Callable[..., Run], tmp_path: Path, co
 def test_lines_end_with_line_feeds_only(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('"a\u2028b"\n"c"\n', encoding="utf-8")
-    assert read_prompts(path) == ["a\u2028b", "c"]
+    assert read_prompts(path) == [Prompt("a\u2028b"), Prompt("c")]

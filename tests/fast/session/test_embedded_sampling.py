@@ -1,12 +1,13 @@
 """The embedded engine: log-probs, sampling, seeds, stop texts, tool calls, and requests that it refuses."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from embedded_engines import PROMPT, ask, fixed_policy, recomputed, run, same, sample, sharp_policy
+from embedded_engines import MESSAGES, PROMPT, ask, fixed_policy, recomputed, run, same, sample, sharp_policy
 
 from miles_norm.errors import EngineRejectedError
 from miles_norm.session.completion import Completion
@@ -14,6 +15,8 @@ from miles_norm.session.engines.embedded import EmbeddedEngine
 from miles_norm.session.engines.embedded_batch import Batch
 from miles_norm.session.engines.embedded_policy import EmbeddedPolicy
 from miles_norm.session.engines.protocol import Engine
+from miles_norm.session.prompt import next_prompt
+from miles_norm.session.tree import TrajectoryForest
 
 
 def test_it_is_an_engine() -> None:
@@ -176,6 +179,35 @@ def test_a_policy_learns_to_call_a_tool(tmp_path: Path) -> None:
         assert text.finish_reason == "stop"
 
 
+CALL = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+
+
+def test_a_reply_may_be_asked_to_have_one_call() -> None:
+    """It ends with the first one, so that its tokens say no more than its message."""
+    engine = EmbeddedEngine(taught_policy(f"{CALL}or<|im_end|>"))
+    several, single, text = sample(
+        engine,
+        ask(temperature=0, tools=TOOLS, extra={"parallel_tool_calls": True, "response_format": {"type": "text"}}),
+        ask(temperature=0, tools=TOOLS, extra={"parallel_tool_calls": False}),
+        ask(temperature=0, extra={"parallel_tool_calls": False}),
+    )
+    assert engine.renderer.decode(several.token_ids.tolist()) == f"{CALL}or<|im_end|>"
+    assert engine.renderer.decode(single.token_ids.tolist()) == CALL
+    assert [call["function"]["name"] for call in single.message["tool_calls"]] == ["a"]
+    assert (several.message["content"], single.message["content"]) == ("or", "")
+    assert (several.finish_reason, single.finish_reason, text.finish_reason) == ("tool_calls", "tool_calls", "stop")
+    assert same(several, text)
+    # The conversation goes on from these tokens, with the end of the turn behind them.
+    forest = TrajectoryForest("loose")
+    node = forest.commit(forest.attach(MESSAGES, TOOLS), PROMPT, single)
+    answer = {"role": "tool", "tool_call_id": "0", "content": "7"}
+    attached = forest.attach([*MESSAGES, single.message, answer], TOOLS)
+    assert attached.parent == node.seq
+    following = next_prompt(forest, attached, engine.renderer)
+    tokens = following.token_ids[len(PROMPT) + len(single.token_ids) :].tolist()
+    assert engine.renderer.decode(tokens).startswith("<|im_end|>\n<|im_start|>tool\n7")
+
+
 @pytest.mark.parametrize(
     ("token_ids", "settings", "match"),
     [
@@ -184,7 +216,18 @@ def test_a_policy_learns_to_call_a_tool(tmp_path: Path) -> None:
         ([1.5], {}, r"token_ids of type float64 and shape \(1,\)"),
         ([[1]], {}, r"token_ids of type int64 and shape \(1, 1\)"),
         ([1] * 100, {}, r"a prompt of 100 tokens in a context of 100"),
-        ([1], {"extra": {"top_k": 5, "logit_bias": {}, "min_p": 0}}, r"top_k = 5; logit_bias = \{\}"),
+        (
+            [1],
+            {"extra": {"top_k": 5, "logit_bias": {"3": 1}, "min_p": 0}},
+            r"top_k = 5, .* only -1; logit_bias = \{",
+        ),
+        (
+            [1],
+            {"extra": {"tool_choice": "required"}},
+            r"'required', where it takes only 'auto' or 'none'",
+        ),
+        ([1], {"extra": {"response_format": {"type": "json_object"}}}, r"response_format = .* only \{'type': 'text'\}"),
+        ([1], {"extra": {"best_of": 2}}, r"best_of = 2, where it takes no such field"),
     ],
 )
 def test_requests_that_are_refused(token_ids: Any, settings: dict[str, Any], match: str) -> None:
@@ -192,6 +235,10 @@ def test_requests_that_are_refused(token_ids: Any, settings: dict[str, Any], mat
         with pytest.raises(EngineRejectedError, match=match) as raised:
             await engine.generate(ask(token_ids, **settings))
         assert raised.value.status == 400
+        error = json.loads(raised.value.body)["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "EngineRejectedError")
+        fields = settings.get("extra", {})
+        assert error["param"] == (next(iter(fields)) if len(fields) == 1 else None)
         assert len((await engine.generate(ask([1] * 99))).token_ids) == 1
 
     run(EmbeddedEngine(context_length=100), use)

@@ -35,7 +35,8 @@ def test_every_error_has_a_status_and_says_whether_to_repeat_the_request(name: s
     assert answer.headers["x-should-retry"] == ("true" if name in RETRIED else "false")
     error = json.loads(answer.body)["error"]
     assert (error["code"], error["param"]) == (name, None)
-    assert error["message"].startswith("the subject\n  got:      this\n")
+    # On one line: clients put it into messages of their own.
+    assert error["message"] == "the subject: this; expected that: because. To mend it: do"
 
 
 @pytest.mark.parametrize(

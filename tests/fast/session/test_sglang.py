@@ -292,9 +292,9 @@ WRONG_URLS = [
 
 @pytest.mark.parametrize("url", [*WRONG_URLS, None, 5])
 def test_urls(url: Any) -> None:
-    with pytest.raises(ConfigError, match="url of the engine"):
+    with pytest.raises(ConfigError, match="address of the engine"):
         SGLangEngine(url, RENDERER)
-    with pytest.raises(ConfigError, match="url of the engine"):
+    with pytest.raises(ConfigError, match="address of the worker"):
         SGLangEngine("http://host", RENDERER, workers=[url])
 
 

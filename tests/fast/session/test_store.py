@@ -159,7 +159,7 @@ def test_files_that_are_no_journal_are_refused_and_left_alone(tmp_path: Path) ->
         (text, r"file is not a database \(SQLITE_NOTADB\)"),
         (other, r"a database with application id 0x0 and format 0"),
         (tmp_path / "no" / "folder", r"unable to open database file \(SQLITE_CANTOPEN\)"),
-        (tmp_path, r"unable to open database file"),
+        (tmp_path, rf"journal {tmp_path}\n  got:      what is no regular file\n  expected: the path of a file"),
     ):
         before = path.read_bytes() if path.is_file() else None
         with pytest.raises(JournalError, match=match):
@@ -199,3 +199,38 @@ def test_what_cannot_be_written_leaves_the_journal_usable(tmp_path: Path) -> Non
 
     asyncio.run(run())
     assert replayed(tmp_path / "journal") == [JournalRecord("s", "turn", b"1")]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"journal", "", ".", "/dev/null", "x\0y", ":memory:", "folder/:memory:"])
+def test_paths_that_are_no_file(path: object) -> None:
+    """SQLite would take some of them for a database in memory, which survives nothing."""
+    with pytest.raises(JournalError, match=r"journal .*\n  got: .*\n  expected: the path of a file"):
+        Journal(path)  # type: ignore[arg-type]
+
+
+def test_a_sync_mode_that_there_is_not(tmp_path: Path) -> None:
+    """SQLite takes any word, and does something else."""
+    with pytest.raises(JournalError, match="sync 'fsync'\n  expected: one of full, normal, off"):
+        Journal(tmp_path / "journal", sync="fsync")  # type: ignore[arg-type]
+    assert not (tmp_path / "journal").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("payload", None), ("payload", "text"), ("payload", 7), ("session_id", b"s"), ("kind", None), ("kind", 2.5)],
+)
+def test_values_of_another_type(tmp_path: Path, column: str, value: object) -> None:
+    """What another program wrote, past the types that the schema asks for."""
+    path = tmp_path / "journal"
+    written(path, [JournalRecord("s", "turn", b"a"), JournalRecord("s", "turn", b"b")])
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("ALTER TABLE records RENAME TO old")
+        connection.execute("CREATE TABLE records (position INTEGER PRIMARY KEY, session_id, kind, payload, checksum)")
+        connection.execute("INSERT INTO records SELECT * FROM old")
+        connection.execute(f"UPDATE records SET {column} = ? WHERE position = 2", (value,))
+    journal = Journal(path)
+    given = journal.replay()
+    assert next(given).payload == b"a"
+    with pytest.raises(JournalError, match="got:      record 2 is of the types "):
+        next(given)
+    asyncio.run(journal.close())
