@@ -137,7 +137,7 @@ class _Handlers:
     async def samples(self, request: Request) -> Response:
         session = self._sessions.get(request.path_params["session_id"])
         asked = read_body(SamplesRequest, await self._body(request))
-        rows = session_rows(session, asked)
+        rows = session_rows(session, asked, self._sessions.engine.renderer)
         self._sessions.metrics.rows.inc(len(rows))
         if self.viewer is not None:
             self.viewer.collected(session, asked, rows)

@@ -6,14 +6,13 @@ import itertools
 import json
 import logging
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from miles_norm.errors import JournalError, shown
-from miles_norm.session.messages import MatchRule
 from miles_norm.session.node import Node
+from miles_norm.session.server.config import ServerConfig
 from miles_norm.session.store import Journal
 from miles_norm.session.tree import TrajectoryForest
 from miles_norm.session.wire import decode_node, encode_node
@@ -49,10 +48,10 @@ class LiveSession:
         self.last_used = time.monotonic()
 
 
-def new_session(session_id: str, metadata: dict[str, Any], created_at: float, match: MatchRule) -> LiveSession:
+def new_session(session_id: str, metadata: dict[str, Any], created_at: float, config: ServerConfig) -> LiveSession:
     """A session without turns."""
-    # The server checks the limit, since it knows of turns under way; a journal may hold more than a later setting.
-    return LiveSession(session_id, metadata, TrajectoryForest(match, max_nodes=sys.maxsize), created_at)
+    forest = TrajectoryForest(config.message_match, max_nodes=config.max_nodes)
+    return LiveSession(session_id, metadata, forest, created_at)
 
 
 def session_record(session: LiveSession) -> Record:
@@ -66,7 +65,7 @@ def turn_record(session: LiveSession, turn: Node) -> Record:
     return session.session_id, "turn", encode_node(turn)
 
 
-def restored_sessions(journal: Journal, match: MatchRule) -> dict[str, LiveSession]:
+def restored_sessions(journal: Journal, config: ServerConfig) -> dict[str, LiveSession]:
     """The sessions that a journal holds, with every turn.
 
     Raises:
@@ -79,7 +78,7 @@ def restored_sessions(journal: Journal, match: MatchRule) -> dict[str, LiveSessi
                 if record.session_id in sessions:
                     raise ValueError("it is there already")
                 metadata, created_at = _created(record.payload)
-                sessions[record.session_id] = new_session(record.session_id, metadata, created_at, match)
+                sessions[record.session_id] = new_session(record.session_id, metadata, created_at, config)
             elif record.kind == "turn":
                 decode_node(sessions[record.session_id].forest, record.payload)
             else:

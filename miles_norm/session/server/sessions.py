@@ -12,7 +12,6 @@ from typing import Any
 from miles_norm.errors import (
     EngineContractError,
     JournalError,
-    NodeLimitError,
     SessionError,
     SessionLimitError,
     UnknownSessionError,
@@ -58,7 +57,7 @@ class Sessions:
         self._recordings: set[asyncio.Task[Node]] = set()
         self.metrics = ServerMetrics(lambda: len(self._sessions))
         if journal is not None:
-            self._sessions = restored_sessions(journal, config.message_match)
+            self._sessions = restored_sessions(journal, config)
 
     def __iter__(self) -> Iterator[LiveSession]:
         return iter(self._sessions.values())
@@ -82,7 +81,7 @@ class Sessions:
                 remedy="delete the sessions whose rows were taken, set idle_seconds, or raise max_sessions",
             )
         session_id = secrets.token_urlsafe(24)
-        session = new_session(session_id, dict(metadata or {}), time.time(), self.config.message_match)
+        session = new_session(session_id, dict(metadata or {}), time.time(), self.config)
         self._sessions[session.session_id] = session
         if self._journal is not None:
             try:
@@ -118,8 +117,9 @@ class Sessions:
         """
         began = time.perf_counter()
         session = self.get(session_id)
-        attachment = session.forest.attach(request.messages, request.offered_tools)
-        self._check_room(session)
+        # Turns that are under way will be recorded, so they count.
+        forest, under_way = session.forest, session.in_flight
+        attachment = forest.attach(request.messages, request.offered_tools, under_way=under_way)
         session.in_flight += 1
         try:
             turn = await self._sample(session, attachment, request)
@@ -207,18 +207,6 @@ class Sessions:
             session.released()
         self.metrics.recorded(node)
         return node
-
-    def _check_room(self, session: LiveSession) -> None:
-        """Turns that are under way will be recorded, so they count."""
-        taken = len(session.forest.nodes) + session.in_flight
-        if taken >= self.config.max_nodes:
-            raise NodeLimitError(
-                f"session {session.session_id}",
-                got=f"{len(session.forest.nodes)} turns, {session.in_flight} under way, and one more",
-                expected=f"at most max_nodes = {self.config.max_nodes}",
-                reason="an agent that does not repeat the conversation as it was starts a tree with every request",
-                remedy="send back replies unchanged, or raise max_nodes",
-            )
 
 
 def _generation(request: ChatRequest, token_ids: TokenIds, session_id: str) -> GenerationRequest:

@@ -58,7 +58,7 @@ def test_a_client_that_leaves_while_its_turn_is_written_does_not_undo_it(tmp_pat
         with pytest.raises(asyncio.CancelledError):
             await turn
         assert (session.in_flight, len(session.forest.nodes)) == (1, 0)
-        with pytest.raises(NodeLimitError, match="0 turns, 1 under way, and one more"):
+        with pytest.raises(NodeLimitError, match="0 turns and one more beside 1 under way"):
             await sessions.complete(session.session_id, ask())
         journal.gate.set()
         await sessions.close()
