@@ -1,4 +1,4 @@
-"""Docstrings as Markdown, for the API reference: formulas, simple tables and doctests are written as docutils reads them."""
+"""Docstrings as Markdown, for the API reference: in the code, formulas, tables and doctests are reStructuredText."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["DocstringsAsMarkdown", "as_markdown"]
 
 ROLE = re.compile(r":math:`([^`]+)`")
 # The text beside the directive, and the lines below it that are indented more.
-DIRECTIVE = re.compile(r"^( *)\.\. math::(.*(?:\n\1 +\S.*|\n(?=\n\1 +\S))*)", flags=re.MULTILINE)
+DIRECTIVE = re.compile(r"^( *)\.\. math::(.*(?:\n\1 +\S.*)*)", flags=re.MULTILINE)
 DOCTEST = re.compile(r"^( *)>>> .*(?:\n\1.*\S.*)*", flags=re.MULTILINE)
 TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n((?:.*\n)*?)\1\2(?!\n\1\S)", flags=re.MULTILINE)
 
@@ -38,7 +38,7 @@ def _formula(found: re.Match[str]) -> str:
 
 
 def _table(found: re.Match[str]) -> str:
-    """Cells begin where the border does; a line without a first cell goes on with the one above; a rule ends a header."""
+    """Cells begin where the border does; a line without a first cell goes on with the one above, a rule ends a head."""
     indent, border, body = found.groups()
     starts = [column.start() for column in re.finditer("=+", border)]
     slices = [slice(begin, end) for begin, end in zip(starts, [*starts[1:], None], strict=True)]
@@ -59,6 +59,10 @@ class DocstringsAsMarkdown(griffe.Extension):
     """Rewrites each docstring as it is read."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Called once for each module, class, function and attribute."""
+        """Called once for each module, class, function and attribute below the package."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Called once for the package itself."""
+        self.on_object(obj=pkg)
