@@ -71,7 +71,7 @@ def test_semantics_explains_every_setting_beyond_the_table(setting: str) -> None
 def test_picture_of_the_concepts_shows_what_the_page_computes() -> None:
     page, picture = ((ROOT / f"docs/concepts.{kind}").read_text(encoding="utf-8") for kind in ("md", "svg"))
     shown = re.findall(r">([^<>\n]+)</text>", picture)
-    advantages, weights = (re.search(rf"^\\[({begin}, .*)\\]$", page, flags=re.MULTILINE) for begin in ("-0.667", "36"))
+    advantages, weights = (re.search(rf"^\[({begin}, .*)\]$", page, flags=re.MULTILINE) for begin in ("-0.667", "36"))
     assert advantages is not None
     assert weights is not None
     assert [text for text in shown if re.match(r"−?0\.", text)] == advantages[1].replace("-", "−").split(", ")
