@@ -71,7 +71,7 @@ endef
 
 .DELETE_ON_ERROR:
 .SECONDEXPANSION:
-.PHONY: help install bias-study demo demo-job demo-embedded demo-sglang demo-dump demo-train demo-train-embedded demo-train-sglang evidence test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
+.PHONY: help install docs bias-study demo demo-job demo-embedded demo-sglang demo-dump demo-train demo-train-embedded demo-train-sglang evidence test test-session test-ray test-browser test-sglang sglang-cpu test-distributed $(FRAMEWORKS:%=test-%) test-integrations lint format bench clean stale
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -147,7 +147,7 @@ test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 test-session: $(VENV)/.dev ## the session server: real processes, OpenAI's client, faults
 	@$(BIN)/python -m pytest tests/session -n auto $(PYTEST_ARGS)
 
-$(VENV)/.ray $(VENV)/.browser $(VENV)/.plots $(VENV)/.training: $(VENV)/.%: $(VENV)/.dev
+$(VENV)/.ray $(VENV)/.browser $(VENV)/.plots $(VENV)/.training $(VENV)/.docs: $(VENV)/.%: $(VENV)/.dev
 	@echo "[$*] what this needs beyond the test tools"
 	@$(PIP_INSTALL) -e '.[$*]' -c constraints.txt
 	@touch $@
@@ -155,8 +155,12 @@ $(VENV)/.ray $(VENV)/.browser $(VENV)/.plots $(VENV)/.training: $(VENV)/.%: $(VE
 test-ray: $(VENV)/.ray ## a local Ray and a simulated cluster of four nodes
 	@$(BIN)/python -m pytest tests/ray $(PYTEST_ARGS)
 
-test-browser: $(VENV)/.browser ## the report of an audit in a real Chromium, which CHROMIUM names
+test-browser: $(VENV)/.browser ## the pages of audits and of running servers in a real Chromium, which CHROMIUM names
 	@$(BIN)/python -m pytest tests/browser $(PYTEST_ARGS)
+
+docs: $(VENV)/.docs ## the guides and the API reference as a site in build/site, strictly, and the tests of it
+	@$(BIN)/zensical build --strict --clean
+	@$(BIN)/python -m pytest tests/site $(PYTEST_ARGS)
 
 bias-study: $(VENV)/.plots ## what cutting rollouts does to gradients, against a known one: tables and pictures in out/bias_study
 	@$(BIN)/python examples/bias_study/run.py --rollouts 200000 -o $(OUT)/bias_study
@@ -206,5 +210,5 @@ bench: $(VENV)/.ray ## a short set of every benchmark: figures beside what is as
 	@$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove the virtual environments and every cache
-	@rm -rf .venv .venv-* out .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	@rm -rf .venv .venv-* out .cache .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -34,7 +34,7 @@ def loss_weights(result: NormalizedRewards, config: LossConfig | None = None, pl
     rollout_mean       :math:`1 / (R L_r)`; Eq. 16 of arXiv:2608.17528. ``divisor`` replaces R
     rollout_row_mean   :math:`1 / (R \cdot \text{rows of } r \cdot L_n)`: the mean over rollouts of the mean over rows
     prompt_mean        :math:`1 / (G \cdot \text{tokens of the group})`
-    constant           :math:`1 / (R \cdot \text{max\_tokens})`; Dr. GRPO (arXiv:2503.20783)
+    constant           :math:`1 / (R \cdot \text{max tokens})`; Dr. GRPO (arXiv:2503.20783)
     ================== =====================================================================================
 
     With a plan all of these count what the plan keeps, within the row's update (``scope="update"``) or over all updates

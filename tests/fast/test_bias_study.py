@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -360,8 +359,3 @@ def test_pictures_are_there_and_show_every_estimator(study: Any) -> None:
         assert f"](bias_study/{name}.svg)" in PAGE
         shown = [estimator.name for estimator in study.estimators.ESTIMATORS] + list(study.estimators.ADVANTAGES)
         assert [label for label in shown if label not in picture] == []
-
-
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\(([^)#:]+)[)#]", PAGE))))
-def test_links_lead_to_files(name: str) -> None:
-    assert (ROOT / "docs" / name).exists()

@@ -7,11 +7,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+from doc_blocks import PAGES, ROOT
 
 from miles_norm import NormalizationConfig
 from miles_norm.config import EstimatorOptions, parse_yaml
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SEMANTICS = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
 
@@ -41,9 +41,16 @@ def test_table_of_defaults_lists_every_setting_with_its_default() -> None:
     assert shown == defaults | {f"options.{name}": value for name, value in options.items()}
 
 
-@pytest.mark.parametrize("name", sorted(re.findall(r"\]\(([^)#:]+)\)", README + SEMANTICS)))
-def test_links_lead_to_files(name: str) -> None:
-    assert (ROOT / name).exists()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """Those of the guides stay within docs, where the site has them; other files are named by their path."""
+    for name, _, heading in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8"))):
+        target = (page.parent / name).resolve() if name else page
+        assert target.is_file()
+        assert page.name == "README.md" or target.is_relative_to(ROOT / "docs")
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
 @pytest.mark.parametrize("setting", sorted({*NormalizationConfig.model_fields, *EstimatorOptions.model_fields}))
@@ -59,3 +66,13 @@ def test_semantics_explains_every_setting_beyond_the_table(setting: str) -> None
         "k",
     }
     assert f"`{setting}" in rest or f"`options.{setting}" in rest or setting in documented_by_the_equations
+
+
+def test_picture_of_the_concepts_shows_what_the_page_computes() -> None:
+    page, picture = ((ROOT / f"docs/concepts.{kind}").read_text(encoding="utf-8") for kind in ("md", "svg"))
+    shown = re.findall(r">([^<>\n]+)</text>", picture)
+    advantages, weights = (re.search(rf"^\[({begin}, .*)\]$", page, flags=re.MULTILINE) for begin in ("-0.667", "36"))
+    assert advantages is not None
+    assert weights is not None
+    assert [text for text in shown if re.match(r"−?0\.", text)] == advantages[1].replace("-", "−").split(", ")
+    assert [text for text in shown if text.startswith("1 / ")] == [f"1 / {n}" for n in weights[1].split(", ")]

@@ -42,6 +42,7 @@ BASELINES: Final = MappingProxyType(
         "verl": Baseline(verl_advantages, "each row is an observation of its prompt, in float32"),
     }
 )
+"""Rules by the names that ``miles-norm audit --baseline`` takes."""
 
 
 def find_baseline(name: str) -> Baseline:

@@ -68,8 +68,3 @@ def test_the_page_names_every_setting_aggregation_and_loss() -> None:
     assert set(aggregations) - named == set()
     losses = {name for name in loss.__all__ if name.endswith("_loss") or name.startswith("truncated")}
     assert losses - named == set()
-
-
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\(([^)#:]+)\)", PAGE))))
-def test_links_lead_to_files(name: str) -> None:
-    assert (ROOT / "docs" / name).exists()
