@@ -130,7 +130,7 @@ demo-train-sglang: $(VENV)/.training $(SGLANG)/.ready
 	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(OUT)/boxes --port 0 --log $(OUT)/sglang.log --run \
 		'$(BIN)/python $(TRAIN)/train.py $(OUT)/train --force --steps 12 --engine sglang --engine-url $$SGLANG_URL --model $(OUT)/boxes'
 
-evidence: $(VENV)/.training ## three normalizations over five seeds of that training: table and curves in out/compare
+evidence: $(VENV)/.training ## three normalizations over eight seeds of that training: table and curves in out/compare
 	@$(BIN)/python $(TRAIN)/compare.py $(OUT)/compare
 
 demo-dump: $(VENV)/.demo ## normalize a recorded rollout dump, then explain one of its rows
