@@ -37,7 +37,7 @@ NOT_RUN = {
     "make": "makes a virtual environment; CI runs it, the target is looked up here",
     "pip": "installs; what it names is looked up here",
     "python examples/bias_study/run.py": "200,000 rollouts; tests/fast/test_bias_study.py runs a short study",
-    "python examples/train_tiny_agent/": "trains for minutes; tests/session/test_train_tiny_agent.py trains for seconds",
+    "python examples/train_tiny_agent/": "trains for minutes; tests/session trains for seconds",
     "python3 -m venv": "Python's own",
     "python -m sglang_cpu.": "needs SGLang; tests/sglang runs both, their options are looked up here",
     "python -m sglang.launch_server": "needs a GPU",
