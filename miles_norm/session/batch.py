@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -35,6 +35,8 @@ class RolloutOptions(Config):
     >>> RolloutOptions(n_samples_per_prompt=8, request_kwargs={"max_tokens": 512}).concurrency
     64
     """
+
+    _harm: ClassVar[str] = "would be left out in silence"
 
     n_samples_per_prompt: int = Field(default=1, ge=1, le=65_536)
     """Rollouts of each prompt."""

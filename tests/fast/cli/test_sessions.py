@@ -95,22 +95,25 @@ def test_an_agent_that_raises_costs_its_rollout(run: Callable[..., Run], agent: 
 
 
 @pytest.mark.parametrize(
-    ("name", "got"),
+    ("name", "got", "remedy"),
     [
-        ("solve", "no module and function"),
-        ("{path}:nobody", "no function nobody"),
-        ("{path}:not_async", "not_async, which is not async"),
-        ("no_such_module_here:solve", "ModuleNotFoundError"),
-        ("{path}.py:solve", "FileNotFoundError"),
+        ("solve", "no module and function", "write: async def agent("),
+        ("{path}:nobody", "no function nobody", "write: async def agent("),
+        ("{path}:not_async", "not_async, which is not async", "write: async def agent("),
+        ("no_such_module_here:solve", "ModuleNotFoundError", "check the path"),
+        ("{path}.py:solve", "FileNotFoundError", "check the path"),
     ],
 )
-def test_agents_that_cannot_be_run(run: Callable[..., Run], agent: Path, tmp_path: Path, name: str, got: str) -> None:
+def test_agents_that_cannot_be_run(
+    run: Callable[..., Run], agent: Path, tmp_path: Path, name: str, got: str, remedy: str
+) -> None:
     done = run(
         "rollout", "--agent", name.format(path=agent), "--prompts", prompts(tmp_path, "a"), "-o", tmp_path / "o.jsonl"
     )
     assert done.code == 2
     assert "agent '" in done.err
     assert got in done.err
+    assert f"remedy:   {remedy}" in done.err
 
 
 @pytest.mark.parametrize(
@@ -137,6 +140,13 @@ def test_prompts_that_cannot_be_read(run: Callable[..., Run], agent: Path, tmp_p
     assert done.code == 2
     assert got in done.err
     assert f"prompts {path}\n" in done.err
+
+
+def test_prompts_that_are_not_there(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", tmp_path / "no", "-o", tmp_path / "o.jsonl")
+    assert done.code == 2
+    assert "got:      No such file or directory" in done.err
+    assert "remedy:   check the path" in done.err
 
 
 def test_messages_are_a_prompt(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
