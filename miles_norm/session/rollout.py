@@ -15,7 +15,7 @@ import numpy as np
 
 from miles_norm.errors import RequestError, format_rows, shown
 from miles_norm.samples import Sample
-from miles_norm.session.batch import Agent, Prompt, RolloutOptions, checked_prompts
+from miles_norm.session.batch import Agent, Prompt, RolloutOptions, checked_prompts, own_containers
 from miles_norm.session.client import SessionClient, connect
 from miles_norm.storage.plain_values import NotPlainError, plain_mapping
 
@@ -99,8 +99,10 @@ def aborted_rollouts(rows: Iterable[Sample]) -> dict[str, list[Any]]:
     """Ids of the rollouts whose agent did not come to an end, by what went wrong."""
     found: defaultdict[str, dict[Any, None]] = defaultdict(dict)
     for row in rows:
-        if row.status == "aborted" and "error" in row.metadata:
-            found[row.metadata["error"]][row.rollout_id] = None
+        error = row.metadata.get("error")
+        # An engine aborts rows too, and an agent that came to an end may call something of its own an error.
+        if row.status == "aborted" and row.reward is None and isinstance(error, str):
+            found[error][row.rollout_id] = None
     return {error: list(ids) for error, ids in found.items()}
 
 
@@ -170,14 +172,14 @@ async def _play(
 
     It runs in a task of its own: what it does about being cancelled, or to cancel itself, stays there.
     """
-    metadata = dict(rollout.prompt.metadata)
+    # The rollouts of a prompt begin alike, whatever an agent appends to its messages or writes into its settings.
+    prompt, request_kwargs = rollout.prompt.copy(), own_containers(dict(options.request_kwargs))
     if options.api_key is not None:
-        metadata["api_key"] = options.api_key
-    request_kwargs = dict(options.request_kwargs)
+        prompt.metadata["api_key"] = options.api_key
     if options.seed is not None:
         (seed,) = np.random.SeedSequence((options.seed, rollout.index)).generate_state(1)
         request_kwargs["seed"] = int(seed)
-    task = asyncio.create_task(_outcome(agent, base_url, rollout.prompt, request_kwargs, metadata))
+    task = asyncio.create_task(_outcome(agent, base_url, prompt, request_kwargs))
     try:
         await asyncio.wait({task}, timeout=options.timeout_seconds)
         if task.done():
@@ -191,14 +193,14 @@ async def _play(
 
 
 async def _outcome(
-    agent: Agent, base_url: str, prompt: Prompt, request_kwargs: dict[str, Any], metadata: dict[str, Any]
+    agent: Agent, base_url: str, prompt: Prompt, request_kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], str | None]:
     try:
         returned: Any = await agent(
             base_url=base_url,
             prompt=prompt.content,
             request_kwargs=request_kwargs,
-            metadata=metadata,
+            metadata=prompt.metadata,
             label=prompt.label,
         )
     except asyncio.CancelledError:

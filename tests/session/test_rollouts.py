@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conversations import assistant, user
 from openai import AsyncOpenAI
-from scripted import Api, ask, served, until
+from scripted import Api, ScriptedEngine, ask, said, served, until
 
 from miles_norm import NormalizationConfig, Sample, normalize_rewards
 from miles_norm.session import rollout
@@ -60,6 +60,41 @@ async def test_identities_order_and_what_an_agent_is_given(api: Api) -> None:
     assert {call["metadata"]["api_key"] for call in calls} == {"ignored"}
     assert len({call["base_url"] for call in calls}) == 6
     assert all(call["base_url"].startswith(f"{api.address}/sessions/") for call in calls)
+
+
+async def test_what_an_agent_does_to_what_it_was_given_stays_with_its_rollout(api: Api) -> None:
+    lock = asyncio.Lock()
+
+    async def agent(base_url: str, prompt: Any, **given: Any) -> dict[str, Any]:
+        prompt.append(user("more"))
+        given["metadata"]["seen"]["files"].append("a.py")
+        given["request_kwargs"]["stop"].append("\n")
+        await ask(base_url, *prompt)
+        counts = len(prompt), len(given["metadata"]["seen"]["files"]), len(given["request_kwargs"]["stop"])
+        return {"reward": 1.0, "counts": counts, "same": given["metadata"]["lock"] is lock}
+
+    prompt = {"prompt": [user("a")], "metadata": {"seen": {"files": []}, "lock": lock}}
+    options = RolloutOptions(n_samples_per_prompt=3, concurrency=1, request_kwargs={"stop": ["x"]})
+    rows = await run_rollouts(agent, [prompt], api.address, options)
+    assert [row.metadata["counts"] for row in rows] == [[2, 1, 2]] * 3
+    assert all(row.metadata["same"] for row in rows)
+    assert [row.prompt for row in rows] == [[user("a")]] * 3
+    assert [row.metadata["seen"] for row in rows] == [{"files": []}] * 3
+    assert len({len(row.tokens) for row in rows}) == 1
+
+
+async def test_what_an_agent_calls_an_error_does_not_abort_its_rollout(caplog: pytest.LogCaptureFixture) -> None:
+    async def agent(base_url: str, prompt: str, **given: Any) -> dict[str, Any]:
+        await ask(base_url, user(prompt))
+        return {"reward": 0.5, "error": {"lint": 3} if prompt == "a" else "lint"}
+
+    # Rows that the engine aborted: with a score they are rows like others.
+    async with served(ScriptedEngine(lambda request: said("cut", finish_reason="abort"))) as api:
+        rows = await run_rollouts(agent, ["a", "b"], api.address, RolloutOptions(n_samples_per_prompt=2))
+    assert [(row.status, row.reward) for row in rows] == [("aborted", 0.5)] * 4
+    assert [row.metadata["error"] for row in rows] == [{"lint": 3}] * 2 + ["lint"] * 2
+    assert rollout.aborted_rollouts(rows) == {}
+    assert not caplog.records
 
 
 async def test_an_agent_with_openai_s_client_and_a_compaction(api: Api) -> None:
@@ -304,7 +339,7 @@ async def test_an_agent_that_raises_a_keyboard_interrupt(api: Api) -> None:
     bad, _ = await asyncio.to_thread(main)
     assert bad.metadata["error"] == "KeyboardInterrupt"
     with pytest.raises(KeyboardInterrupt):
-        await rollout._outcome(agent, "", rollout.Prompt("bad"), {}, {})
+        await rollout._outcome(agent, "", rollout.Prompt("bad"), {})
 
 
 async def test_an_observer_that_raises_ends_the_batch(api: Api) -> None:
