@@ -22,8 +22,8 @@ class Agent(Protocol):
 
     It talks to ``{base_url}/v1`` as to any OpenAI server. The lists and dicts that it is given are its own: it may
     append to the messages of ``prompt``, and no other rollout sees it. What it returns is put into the metadata of
-    every row; its ``reward`` becomes their reward, and ``rewards`` (response id -> reward) those of single leaves. None:
-    no reward.
+    every row; its ``reward`` becomes their reward, and ``rewards`` (response id -> reward) those of single leaves.
+    None: no reward.
     """
 
     def __call__(  # noqa: D102  # Described above.
