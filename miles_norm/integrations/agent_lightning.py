@@ -69,7 +69,7 @@ def convert_rollouts_to_train_data(
 ) -> TrainData:
     """Train data of ``CompletedRollout`` objects, or of the dicts of their JSON, for a trainer of one's own.
 
-    A rollout without a sampled token has no row, as upstream, so that its reward is in no statistic; a warning names it.
+    A rollout without a sampled token has no row, as upstream, and its reward is in no statistic; a warning names it.
 
     Args:
         rollouts: As the rollout manager returns them; read by ``miles_norm.session.trace``, which decides what is a
