@@ -92,7 +92,7 @@ def roll_out(agent: Agent, batch: Batch, output: Path, server: str | None, choic
         DumpError: the file beside the output cannot be made.
         MilesNormError: the engine cannot be made.
     """
-    from miles_norm.session.rollout import run_rollouts
+    from miles_norm.session.rollout import check_complete, run_rollouts
 
     source = choice.make() if server is None else server
     finished: queue.SimpleQueue[Sequence[Sample]] = queue.SimpleQueue()
@@ -124,6 +124,11 @@ def roll_out(agent: Agent, batch: Batch, output: Path, server: str | None, choic
                 batch.error = _blocks(background)
                 return
     batch.error = background.error
+    if batch.error is None and not batch.interrupted:
+        try:
+            check_complete(batch.rollouts, batch.total)
+        except SessionError as error:
+            batch.error = error
 
 
 def _blocked(background: Background, timeout: float | None) -> bool:

@@ -6,20 +6,20 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from miles_norm.errors import RequestError, format_rows, shown
+from miles_norm.errors import RequestError, SessionError, format_rows, shown
 from miles_norm.samples import Sample
 from miles_norm.session.batch import Agent, Prompt, RolloutOptions, checked_prompts, own_containers
 from miles_norm.session.client import SessionClient, connect
 from miles_norm.storage.plain_values import NotPlainError, plain_mapping
 
-__all__ = ["Agent", "Prompt", "RolloutOptions", "aborted_rollouts", "run_rollouts"]
+__all__ = ["Agent", "Prompt", "RolloutOptions", "aborted_rollouts", "check_complete", "run_rollouts"]
 
 logger = logging.getLogger("miles_norm")
 
@@ -69,11 +69,12 @@ async def run_rollouts(
 
     Raises:
         ConfigError: prompts that are neither of these; all are named. Or an address that is none.
-        SessionError: the server cannot be reached, fails, or refuses to make sessions. The batch ends with it.
+        SessionError: the server cannot be reached, fails, or refuses to make sessions, and the batch ends with it; or
+            an agent cancelled tasks that are not its own, and with them rollouts, which are named.
     """
     options = options or RolloutOptions()
     given = checked_prompts(prompts)
-    waiting = _rollouts(given, options.n_samples_per_prompt)
+    waiting, total = _rollouts(given, options.n_samples_per_prompt), len(given) * options.n_samples_per_prompt
     finished: dict[int, list[Sample]] = {}
 
     async def work(client: SessionClient) -> None:
@@ -86,13 +87,32 @@ async def run_rollouts(
     async with connected as client:
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(options.concurrency, len(given) * options.n_samples_per_prompt)):
+                for _ in range(min(options.concurrency, total)):
                     group.create_task(work(client))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             _warn(finished.values())
+    check_complete(finished, total)
     return [row for index in sorted(finished) for row in finished[index]]
+
+
+def check_complete(finished: Collection[int], total: int) -> None:
+    """All of ``total`` rollouts have finished.
+
+    Raises:
+        SessionError: some have not; they are named.
+    """
+    lacking = sorted(set(range(total)).difference(finished))
+    if lacking:
+        # A task group takes a cancelled task for one that has done its work.
+        raise SessionError(
+            format_rows(lacking, "rollout"),
+            got="cancelled before the end, and not by whoever runs the batch",
+            expected="rows of every rollout",
+            reason="a batch that lacks some would be trained on as if nobody had asked for them",
+            remedy="have agents cancel tasks of their own only, not asyncio.all_tasks()",
+        )
 
 
 def aborted_rollouts(rows: Iterable[Sample]) -> dict[str, list[Any]]:
@@ -217,6 +237,8 @@ async def _outcome(
         return plain_mapping({"outcome": returned}, keep_arrays=False)["outcome"], None
     except NotPlainError as error:
         return {}, f"the agent returned what no file can hold: {error}"
+    except Exception as error:  # noqa: BLE001  # A mapping of its own, whose methods are code of the agent.
+        return {}, f"the agent returned what cannot be read: {_said(error)}"
 
 
 def _said(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from scripted import Api, ScriptedEngine, ask, said, served, until
 
 from miles_norm import NormalizationConfig, Sample, normalize_rewards
+from miles_norm.errors import SessionError
 from miles_norm.session import rollout
 from miles_norm.session.engines.embedded import EmbeddedEngine
 from miles_norm.session.rollout import RolloutOptions, run_rollouts
@@ -133,6 +134,13 @@ class Junk:
     """What no file can hold."""
 
 
+class Unreadable(dict[str, Any]):
+    """A mapping that fails to be one."""
+
+    def items(self) -> Any:
+        raise KeyError("items")
+
+
 RETURNED: list[tuple[Any, str]] = [
     (7, "the agent returned 7, neither a mapping nor None"),
     ("done", "the agent returned 'done', neither a mapping nor None"),
@@ -142,6 +150,7 @@ RETURNED: list[tuple[Any, str]] = [
     ({"reward": 1.0, "rewards": {"nobody": 1.0}}, "response id nobody, which no turn of the session has"),
     ({"reward": Junk()}, "the agent returned what no file can hold: 'outcome.reward': a value of type Junk"),
     ({"reward": 1.0, "tool": Junk()}, "the agent returned what no file can hold: 'outcome.tool': a value of type Junk"),
+    (Unreadable(), "the agent returned what cannot be read: KeyError: 'items'"),
     ({3: 1.0}, "the agent returned what no file can hold: 'outcome': a key of type int"),
 ]
 
@@ -323,6 +332,27 @@ async def test_a_batch_that_is_cancelled_ends_its_agents_and_sessions(api: Api) 
     with pytest.raises(asyncio.CancelledError):
         await rolling
     assert ended == 5
+
+
+async def test_rollouts_that_an_agent_cancelled_are_named(api: Api) -> None:
+    workers: set[asyncio.Task[Any]] = set()
+    before = asyncio.all_tasks()
+    finished: list[int] = []
+
+    async def agent(base_url: str, prompt: str, **_: Any) -> dict[str, Any]:
+        if prompt == "bad":
+            workers.update(asyncio.all_tasks() - before - {asyncio.current_task()})  # type: ignore[arg-type]
+            for task in workers:
+                task.cancel()
+            await asyncio.sleep(1)
+        return {"reward": 1.0}
+
+    with pytest.raises(SessionError, match=r"rollouts 1, 2\n.*cancelled before the end"):
+        await run_rollouts(
+            agent, ["a", "bad", "c"], api.address, RolloutOptions(concurrency=1),
+            on_rollout=lambda rows: finished.append(rows[0].index),
+        )  # fmt: skip
+    assert finished == [0]
 
 
 async def test_an_agent_that_raises_a_keyboard_interrupt(api: Api) -> None:
