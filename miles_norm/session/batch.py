@@ -58,7 +58,8 @@ class RolloutOptions(Config):
     """Tokens that a row may have."""
 
     api_key: str | None = Field(default=None, min_length=1)
-    """Of the session server. Agents find it in `metadata["api_key"]`."""
+    """Of the session server. Agents find it in `metadata["api_key"]`; rows do not have it, also where an agent returns
+    its metadata."""
 
     request_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Handed to the agent for its requests, such as temperature and max_tokens."""

@@ -149,6 +149,8 @@ async def _run(agent: Agent, rollout: _Rollout, client: SessionClient, options: 
     }
     try:
         outcome, error = await _play(agent, rollout, client.base_url(session), options)
+        if options.api_key is not None and outcome.get("api_key") == options.api_key:
+            del outcome["api_key"]  # An agent may return the metadata that it was given, and rows are kept and shared.
         rewards = {name: outcome[name] for name in ("reward", "rewards") if name in outcome}
         rows = []
         try:

@@ -40,7 +40,11 @@ async def test_identities_order_and_what_an_agent_is_given(api: Api) -> None:
         # The later it began, the earlier it ends.
         await asyncio.sleep(0.1 - len(calls) / 100)
         await ask(base_url, user(str(prompt)), **given["request_kwargs"])
-        return {"reward": float(len(calls)), "note": "seen"}
+        return {
+            "reward": float(len(calls)),
+            "note": "seen",
+            **{k: v for k, v in given["metadata"].items() if k != "scratch"},
+        }
 
     messages = [user("sum?")]
     prompts = ["one", {"prompt": messages, "label": "3", "metadata": {"task": "sum"}}, {"prompt": "three"}]
