@@ -316,7 +316,7 @@ def _rollout_ids(
     pairs = [
         (row, borrowed[e])
         for row, (e, i) in enumerate(zip(explicit, index, strict=True))
-        if e is not None and i is not None and _is_id(e) and e != i and e in borrowed
+        if _is_id(e) and _is_id(i) and e != i and e in borrowed
     ]
     return ids, tuple(pairs)
 
