@@ -13,7 +13,8 @@ class Target:
 
     benchmark: str
     label: str
-    value: Callable[[Figures], float]
+    value: Callable[[Figures], float | None]
+    """None where a benchmark left it out and said why."""
     at_least: float | None = None
     at_most: float | None = None
     unit: str = ""
@@ -74,6 +75,11 @@ def steep_growth(figures: Figures) -> str:
     )
 
 
+def kept_of_dumps(figures: Figures) -> float:
+    run = figures["run"]
+    return float(run["kept_bytes_per_dump"] * (run["steps"] - 1) / run["one_dump_bytes"])
+
+
 def slowest_weights(figures: Figures) -> float:
     name = "times_faster_than_tensor_loop"
     return min(one[name] for one in figures["weights"] if name in one)
@@ -112,9 +118,12 @@ TARGETS = (
     Target("ray_scale", "bytes of tokens at the driver", lambda f: f["token_bytes_at_the_driver"], at_most=0),
     Target("cli_scale", "peak memory above that of three rows, bytes a row",
            lambda f: f["peak_bytes_per_row_above_floor"], at_most=600),
+    Target("audit", "page of 100,000 rows in a browser",
+           lambda f: f["page"] and f["page"]["seconds"], at_most=2, unit=" s"),
+    Target("audit", "what is kept of all dumps, times what one takes", kept_of_dumps, at_most=2, unit="x"),
     Target("session_assembly", "growth exponent in tokens", lambda f: f["growth_exponents"]["ours"], at_most=1.05),
-    Target("session", "server time of a turn, one client, journal off",
-           lambda f: f["journal off"]["turn_p50_s"] * 1e3, at_most=2, unit=" ms"),
+    Target("session", "server time of a turn, one client, any journal",
+           lambda f: max(one["turn_p50_s"] for one in f.values()) * 1e3, at_most=2, unit=" ms"),
     Target("session", "turns per second, many sessions",
            lambda f: 1 / max(one["turn_share_s"] for one in f.values()), at_least=198),
 )  # fmt: skip
