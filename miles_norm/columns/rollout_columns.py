@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.columns.host import host_numbers
-from miles_norm.columns.ids import IdColumn, check_length, encode_ids, shared_tensor
+from miles_norm.columns.ids import IdColumn, check_length, encode_ids, is_readable, shared_tensor, unreadable
 from miles_norm.columns.parts import joined_columns, packed_columns, selected_columns, unpacked_columns
 from miles_norm.errors import RewardError, SampleError, format_rows
 
@@ -187,6 +187,8 @@ class RolloutColumns:
 
 def _reward_column(values: Any) -> Tensor:
     if isinstance(values, Tensor):
+        if not is_readable(values):
+            raise _no_column(RewardError, "reward", unreadable(values))
         reward = values.detach()
     else:
         try:
@@ -220,8 +222,20 @@ def _real_numbers(values: Any) -> np.ndarray[Any, Any]:
     return np.array(array, dtype=np.float64)
 
 
+def _no_column(kind: type[SampleError], name: str, got: str) -> SampleError:
+    return kind(
+        f"{name} column",
+        got=got,
+        expected="a number in every place of one shape [N]",
+        reason="every column has one entry per row",
+        remedy="pass one-dimensional columns of one length",
+    )
+
+
 def _column(name: str, values: Any, rows: int) -> Tensor:
     if isinstance(values, Tensor):
+        if not is_readable(values):
+            raise _no_column(SampleError, name, unreadable(values))
         column = values.detach()
     else:
         try:
