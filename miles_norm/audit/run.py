@@ -19,6 +19,7 @@ from miles_norm.config import NormalizationConfig
 from miles_norm.dumps import stream_dump
 from miles_norm.errors import ConfigError, DumpError, MilesNormError
 from miles_norm.result import NormalizedRewards
+from miles_norm.storage.atomic import is_there
 
 __all__ = ["Audit", "AuditedStep", "audit_dumps", "audit_rows"]
 
@@ -160,7 +161,7 @@ def audit_dumps(
         )
     find_baseline(baseline)
     files = [Path(path) for path in paths]
-    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
+    sizes = [file.stat().st_size if is_there(file) else 0 for file in files]
     names = [file.name for file in files]
     steps = []
     for number, file in enumerate(files):
@@ -176,7 +177,7 @@ def audit_dumps(
         except (ConfigError, DumpError):
             raise
         except MilesNormError as error:
-            raise _named(error, file) from None
+            raise error.within(file) from None  # each dump has a row 0
         steps.append(replace(step, name=name, rollout_id=stream.rollout_id))
     numbers = [step.rollout_id for step in steps]
     if None not in numbers and len(set(numbers)) == len(numbers):
@@ -190,15 +191,3 @@ _SIZES = "prompt_group_sizes"
 def _part(progress: Progress, before: int, total: int) -> Progress:
     """Progress within one file, as a part of all."""
     return lambda done, _: progress(before + done, total)
-
-
-def _named(error: MilesNormError, file: Path) -> MilesNormError:
-    """Errors about rows name the dump: several have a row 0."""
-    return type(error)(
-        f"{file}: {error.subject}",
-        got=error.got,
-        expected=error.expected,
-        reason=error.reason,
-        remedy=error.remedy,
-        rows=error.rows,
-    )
