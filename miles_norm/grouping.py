@@ -214,8 +214,8 @@ def _choose_rule(
 
 
 def _check_sizes(given: Sequence[int] | Tensor, rows: int) -> list[int]:
-    odd = isinstance(given, Tensor) and not is_readable(given)
-    sizes = unreadable(given) if odd else given.tolist() if hasattr(given, "tolist") else given
+    odd = unreadable(given) if isinstance(given, Tensor) and not is_readable(given) else None
+    sizes = odd or (given.tolist() if hasattr(given, "tolist") else given)
     if not isinstance(sizes, Iterable) or isinstance(sizes, str | bytes | Mapping):
         sizes = [sizes, "no list"]
     sizes = [plain_id(size) if type(size) is not float else size for size in sizes]
