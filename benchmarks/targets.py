@@ -75,6 +75,23 @@ def steep_growth(figures: Figures) -> str:
     )
 
 
+def steep_schedule(figures: Figures) -> str:
+    exponents, (first, last) = figures["growth_exponents"], (figures["growth"]["ours"][end] for end in (0, -1))
+    return (
+        f"{first[1] / first[0] * 1e6:.1f} us a row become {last[1] / last[0] * 1e6:.1f}: lengths, loads and order of a "
+        f"large batch do not fit the caches. One stable sort of the lengths, in the same run, has the exponent "
+        f"{exponents['sort']:.2f}."
+    )
+
+
+def steep_assembly(figures: Figures) -> str:
+    first, last = (line["ours"] / line["tokens"] * 1e9 for line in (figures["linear"][0], figures["linear"][-1]))
+    return (
+        f"{first:.0f} ns a token become {last:.0f} where the tokens do not fit the caches. Appending them to lists, in "
+        f"the same run, has the exponent {figures['growth_exponents']['appended']:.2f}."
+    )
+
+
 def kept_of_dumps(figures: Figures) -> float:
     run = figures["run"]
     return float(run["kept_bytes_per_dump"] * (run["steps"] - 1) / run["one_dump_bytes"])
@@ -113,7 +130,8 @@ TARGETS = (
     Target("shard", "schedule on 64 ranks", lambda f: f["schedule"]["seconds"], at_most=1, unit=" s"),
     Target("shard", "small cases, fullest rank above an exact search",
            lambda f: (f["small_cases"] - 1) * 100, at_most=1, unit="%"),
-    Target("shard", "growth exponent", lambda f: f["growth_exponent"], at_most=1.1),
+    Target("shard", "growth exponent", lambda f: f["growth_exponents"]["ours"], at_most=1.1,
+           why_missed=steep_schedule),
     Target("ray_scale", "index columns to the driver, bytes a row", lambda f: f["index_bytes_per_row"], at_most=64),
     Target("ray_scale", "bytes of tokens at the driver", lambda f: f["token_bytes_at_the_driver"], at_most=0),
     Target("cli_scale", "peak memory above that of three rows, bytes a row",
@@ -121,7 +139,8 @@ TARGETS = (
     Target("audit", "page of 100,000 rows in a browser",
            lambda f: f["page"] and f["page"]["seconds"], at_most=2, unit=" s"),
     Target("audit", "what is kept of all dumps, times what one takes", kept_of_dumps, at_most=2, unit="x"),
-    Target("session_assembly", "growth exponent in tokens", lambda f: f["growth_exponents"]["ours"], at_most=1.05),
+    Target("session_assembly", "growth exponent in tokens", lambda f: f["growth_exponents"]["ours"], at_most=1.05,
+           why_missed=steep_assembly),
     Target("session", "server time of a turn, one client, any journal",
            lambda f: max(one["turn_p50_s"] for one in f.values()) * 1e3, at_most=2, unit=" ms"),
     Target("session", "turns per second, many sessions",
