@@ -164,7 +164,7 @@ def growths(runs: dict[str, Run]) -> dict[str, list[Any]]:
     found = {name: one.figures["growth"] for name, one in runs.items() if "growth" in (one.figures or {})}
     lines = {"a copy of the columns": found["normalize"]["copy"]} if "normalize" in found else {}
     lines |= {"normalization": found["normalize"]["ours"]} if "normalize" in found else {}
-    return lines | ({"schedule of shards": found["shard"]["ours"]} if "shard" in found else {})
+    return lines | ({"schedule of shards": found["shard"]} if "shard" in found else {})
 
 
 def margin(target: Target, value: float) -> float:

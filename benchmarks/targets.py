@@ -76,11 +76,10 @@ def steep_growth(figures: Figures) -> str:
 
 
 def steep_schedule(figures: Figures) -> str:
-    exponents, (first, last) = figures["growth_exponents"], (figures["growth"]["ours"][end] for end in (0, -1))
+    costs = ", ".join(f"{seconds / rows * 1e6:.2f} at {rows}" for rows, seconds in figures["growth"])
     return (
-        f"{first[1] / first[0] * 1e6:.1f} us a row become {last[1] / last[0] * 1e6:.1f}: lengths, loads and order of a "
-        f"large batch do not fit the caches. One stable sort of the lengths, in the same run, has the exponent "
-        f"{exponents['sort']:.2f}."
+        f"microseconds a row are {costs}. Updates are scheduled one by one, in the same steps however many there are; "
+        "what grows is the time of a step, as the rows of a large batch come from memory that no cache holds."
     )
 
 
@@ -130,8 +129,7 @@ TARGETS = (
     Target("shard", "schedule on 64 ranks", lambda f: f["schedule"]["seconds"], at_most=1, unit=" s"),
     Target("shard", "small cases, fullest rank above an exact search",
            lambda f: (f["small_cases"] - 1) * 100, at_most=1, unit="%"),
-    Target("shard", "growth exponent", lambda f: f["growth_exponents"]["ours"], at_most=1.1,
-           why_missed=steep_schedule),
+    Target("shard", "growth exponent", lambda f: f["growth_exponent"], at_most=1.1, why_missed=steep_schedule),
     Target("ray_scale", "index columns to the driver, bytes a row", lambda f: f["index_bytes_per_row"], at_most=64),
     Target("ray_scale", "bytes of tokens at the driver", lambda f: f["token_bytes_at_the_driver"], at_most=0),
     Target("cli_scale", "peak memory above that of three rows, bytes a row",

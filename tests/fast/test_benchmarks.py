@@ -28,7 +28,7 @@ def figures(lists: float, seconds: float) -> dict[str, Any]:
             "rows": 2500, "plain_ms": 120.0, "lists": {"times_faster": lists, "profile_ms": profile}, "arrays": arrays,
             "decoding_s": {"lists": 1.0, "columns": 0.01},
         },
-        "shard": {"schedule": {"seconds": seconds}, "small_cases": 1.0, "growth_exponents": {"ours": 1.0}},
+        "shard": {"schedule": {"seconds": seconds}, "small_cases": 1.0, "growth_exponent": 1.0},
     }  # fmt: skip
 
 
