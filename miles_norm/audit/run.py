@@ -98,7 +98,7 @@ def audit_rows(
     ['changed_advantages', 'fan_out_weight']
     """
     find_baseline(baseline)
-    config = config or NormalizationConfig()
+    config = NormalizationConfig.checked(config)
     notes = RowNotes()
     columns = columns_from_rows(notes.reading(rows), config)
     result, refused = normalize_tolerantly(columns, config, prompt_group_sizes)
@@ -129,7 +129,7 @@ def _compare(result: NormalizedRewards, baseline: str) -> tuple[Comparison | Non
 
 
 def audit_dumps(
-    paths: Sequence[str | os.PathLike[str]],
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     config: NormalizationConfig | None = None,
     *,
     prompt_group_sizes: Sequence[int] | str | None = "recorded",
@@ -141,7 +141,7 @@ def audit_dumps(
     Steps stand in the order of their ``rollout_id`` where all dumps have different ones, else as they were given.
 
     Args:
-        paths: Dumps, as ``read_dump`` takes them.
+        paths: Dumps, as ``read_dump`` takes them; or one.
         config: Defaults to ``NormalizationConfig()``.
         prompt_group_sizes: Rows per prompt group of every dump; "recorded": what each dump's metadata has; None: none.
         baseline: What to compare with: a name of ``miles_norm.audit.baselines``.
@@ -151,6 +151,8 @@ def audit_dumps(
         ConfigError: no dumps, no such baseline, or one that lacks a setting of the config.
         MilesNormError: a dump that cannot be read, named by the message.
     """
+    config = NormalizationConfig.checked(config)
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not paths:
         raise ConfigError(
             "dumps",
@@ -182,7 +184,7 @@ def audit_dumps(
     numbers = [step.rollout_id for step in steps]
     if None not in numbers and len(set(numbers)) == len(numbers):
         steps.sort(key=lambda step: step.rollout_id or 0)
-    return Audit(config or NormalizationConfig(), baseline, tuple(steps))
+    return Audit(config, baseline, tuple(steps))
 
 
 _SIZES = "prompt_group_sizes"

@@ -51,7 +51,7 @@ def normalize_on_cluster(
         MilesNormError: as ``normalize_rewards``. What is wrong with the rows of one part names the part and its own
             row numbers, everything else the row numbers of the whole.
     """
-    config, refs = config or NormalizationConfig(), list(parts)
+    config, refs = NormalizationConfig.checked(config), list(parts)
     if not refs or len(set(refs)) < len(refs):
         raise _bad_parts("no parts" if not refs else f"{len(refs) - len(set(refs))} refs that are there twice")
     reading: dict[Any, Any] = {}

@@ -275,7 +275,7 @@ def check_length(name: str, shape: tuple[int, ...], rows: int) -> None:
         raise SampleError(
             f"{name} column",
             got=f"shape {list(shape)}",
-            expected=f"[{rows}], the shape of the reward column",
-            reason="every column has one entry per row",
+            expected=f"[{rows}], one entry per row",
+            reason="a row is the same entry of every column",
             remedy="pass one-dimensional columns of one length",
         )

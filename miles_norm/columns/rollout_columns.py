@@ -103,6 +103,23 @@ class RolloutColumns:
         self.without_id: tuple[int, ...] = ()
         self.odd_masks: tuple[int, ...] = ()
 
+    @classmethod
+    def checked(cls, columns: object) -> RolloutColumns:
+        """``columns`` themselves.
+
+        Raises:
+            SampleError: a value of another type.
+        """
+        if not isinstance(columns, cls):
+            raise SampleError(
+                "columns",
+                got=f"a value of type {type(columns).__name__}",
+                expected="RolloutColumns",
+                reason="groups, rollouts and rewards are read from columns, and never guessed",
+                remedy="make them with RolloutColumns(...), or pass samples to normalize_rewards",
+            )
+        return columns
+
     def __len__(self) -> int:
         return self.reward.shape[0]
 
