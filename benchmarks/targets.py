@@ -84,10 +84,11 @@ def steep_schedule(figures: Figures) -> str:
 
 
 def steep_assembly(figures: Figures) -> str:
-    first, last = (line["ours"] / line["tokens"] * 1e9 for line in (figures["linear"][0], figures["linear"][-1]))
+    costs = ", ".join(f"{line['ours'] / line['tokens'] * 1e9:.0f} at {line['tokens']}" for line in figures["linear"])
     return (
-        f"{first:.0f} ns a token become {last:.0f} where the tokens do not fit the caches. Appending them to lists, in "
-        f"the same run, has the exponent {figures['growth_exponents']['appended']:.2f}."
+        f"nanoseconds a token are {costs}: large conversations do not fit the caches, and the longer a call takes, the "
+        "more a busy machine is in its way. Appending the tokens to lists, in the same run, has the exponent "
+        f"{figures['growth_exponents']['appended']:.2f}."
     )
 
 
