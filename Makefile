@@ -98,7 +98,7 @@ endef
 
 demo: demo-$(ENGINE) ## the whole job: serve a policy, roll out an agent, normalize, convert, explain a row
 	@echo; echo 'Next, an agent of your own against a server of its own:'
-	@echo '  $(BIN)/miles-norm serve --set port=8811'
+	@echo '  $(BIN)/miles-norm serve --set port=8811$(if $(filter embedded,$(ENGINE)), --model $(OUT)/policy.safetensors)'
 	@echo '  $(BIN)/miles-norm rollout --server http://127.0.0.1:8811 --agent my_agent.py:solve --prompts prompts.jsonl -o rollout.jsonl'
 
 demo-embedded: $(VENV)/.demo
@@ -118,7 +118,7 @@ demo-job:
 	$(call show,miles-norm explain $(OUT)/rollout.jsonl --row 0 --config $(CONFIG))
 	$(call show,miles-norm audit $(OUT)/rollout.jsonl --config $(CONFIG) -o $(OUT)/report.html --force)
 
-demo-train: demo-train-$(ENGINE) ## a tiny agent learns to open boxes, three minutes; its curve is in out/train
+demo-train: demo-train-$(ENGINE) ## a tiny agent learns to open boxes, two minutes; its curve is in out/train
 demo-train-embedded: $(VENV)/.training
 	$(call show,python $(TRAIN)/train.py $(OUT)/train --force)
 	$(call show,python $(TRAIN)/evaluate.py $(OUT)/train/policy.safetensors)
@@ -147,8 +147,10 @@ test: $(VENV)/.dev ## the fast tests and doctests, with the coverage floor
 test-session: $(VENV)/.dev ## the session server: real processes, OpenAI's client, faults
 	@$(BIN)/python -m pytest tests/session -n auto $(PYTEST_ARGS)
 
-$(VENV)/.ray $(VENV)/.browser $(VENV)/.plots $(VENV)/.training $(VENV)/.docs: $(VENV)/.%: $(VENV)/.dev
-	@echo "[$*] what this needs beyond the test tools"
+$(VENV)/.training: $(VENV)/.demo
+$(VENV)/.ray $(VENV)/.browser $(VENV)/.plots $(VENV)/.docs: $(VENV)/.dev
+$(VENV)/.ray $(VENV)/.browser $(VENV)/.plots $(VENV)/.docs $(VENV)/.training: $(VENV)/.%:
+	@echo "[$*] what this needs beyond that"
 	@$(PIP_INSTALL) -e '.[$*]' -c constraints.txt
 	@touch $@
 
@@ -186,7 +188,7 @@ $(OUT)/tiny/config.json: $(SGLANG)/.ready
 sglang-cpu: $(SGLANG)/.ready $(if $(filter $(OUT)/tiny,$(MODEL)),$(OUT)/tiny/config.json) ## an SGLang server without a GPU, on a tiny model
 	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(MODEL) --port $(PORT) $(ARGS)
 
-test-sglang: $(VENV)/.training $(SGLANG)/.ready ## a real SGLang server, routers before two, one killed
+test-sglang: $(VENV)/.dev $(VENV)/.training $(SGLANG)/.ready ## a real SGLang server, routers before two, one killed
 	@SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
 
 test-verl: ## estimators, losses and the plugin against verl, in .venv-verl

@@ -159,7 +159,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         ends.scatter([place + 0.15] * len(values), values, color=line.get_color(), s=12, alpha=0.6)
     curves.set(xlabel="step", title="success of the rollouts, 95% over seeds", ylim=(0, 1))
     curves.legend(fontsize=8, loc="lower right")
-    ends.set(title="success after training", xticks=range(3), ylim=(0, 1))
+    ends.set(title="success after training (enlarged)", xticks=range(3))
     ends.set_xticklabels(["rows", "rollout adv.", "rollouts"], fontsize=8)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

@@ -24,7 +24,7 @@ from miles_norm.session.server import ServerConfig, running_server
 
 def main(
     weights: Annotated[Path, typer.Argument(exists=True, help="File or folder that train.py wrote.")],
-    engine: EngineName = "embedded",
+    engine: Annotated[EngineName, typer.Option(help="What samples.")] = "embedded",
     engine_url: Annotated[str | None, typer.Option(help="Of the SGLang server.")] = None,
 ) -> None:
     """Evaluate trained weights."""

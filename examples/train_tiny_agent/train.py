@@ -100,7 +100,7 @@ def main(
     rollouts_per_prompt: Annotated[int, typer.Option(min=2)] = DEFAULT.rollouts_per_prompt,
     rollouts_per_update: Annotated[int, typer.Option(min=1)] = DEFAULT.rollouts_per_update,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = DEFAULT.learning_rate,
-    engine: EngineName = "embedded",
+    engine: Annotated[EngineName, typer.Option(help="What samples.")] = "embedded",
     engine_url: Annotated[str | None, typer.Option(help="Of the SGLang server.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="Weights to begin with; else a warm start.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,

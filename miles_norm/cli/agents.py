@@ -24,6 +24,8 @@ __all__ = ["api_key", "load_agent", "read_prompts", "request_kwargs"]
 API_KEY = "MILES_NORM_API_KEY"
 """Environment variable with the key of the session server: a key on a command line is seen by everybody."""
 
+_SIGNATURE = "write: async def agent(*, base_url, prompt, request_kwargs, metadata, **kwargs) -> dict | None"
+
 
 def load_agent(name: str) -> Agent:
     """The agent that ``package.module:function`` or ``path/to/file.py:function`` names.
@@ -37,7 +39,9 @@ def load_agent(name: str) -> Agent:
     try:
         module = _module(place)
     except (Exception, SystemExit) as error:  # Importing an agent runs its code.
-        raise _wrong_agent(name, f"{type(error).__name__}: {error}") from error
+        raise _wrong_agent(
+            name, f"{type(error).__name__}: {error}", "check the path, and what the file runs"
+        ) from error
     agent = getattr(module, function, None)
     if not callable(agent):
         raise _wrong_agent(name, f"no function {function} in {place}")
@@ -73,7 +77,13 @@ def read_prompts(path: Path) -> list[Prompt]:
         # Not splitlines: JSON may hold other line separators as they are.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise wrong_prompts(f"prompts {path}", [getattr(error, "strerror", None) or str(error)]) from None
+        raise ConfigError(
+            f"prompts {path}",
+            got=getattr(error, "strerror", None) or str(error),
+            expected="a file in UTF-8 that can be read, with a prompt on each line",
+            reason="the agent is given each of them",
+            remedy="check the path",
+        ) from None
     prompts: list[Prompt] = []
     problems: list[str] = []
     for number, line in enumerate(lines, 1):
@@ -112,11 +122,11 @@ def request_kwargs(texts: Sequence[str]) -> Mapping[str, Any]:
     )
 
 
-def _wrong_agent(name: str, got: str) -> ConfigError:
+def _wrong_agent(name: str, got: str, remedy: str = _SIGNATURE) -> ConfigError:
     return ConfigError(
         f"agent {name!r}",
         got=got,
         expected="package.module:function or path/to/file.py:function, an async function",
         reason="it is run once for every rollout",
-        remedy="write: async def agent(*, base_url, prompt, request_kwargs, metadata, **kwargs) -> dict | None",
+        remedy=remedy,
     )

@@ -349,7 +349,7 @@ def rollout(  # the command line is what the options are
         raise typer.Exit(130)
     if batch.error is not None:
         raise batch.error
-    if all(row.status == "aborted" and "error" in row.metadata for row in batch.rows):
+    if batch.aborted == len(batch.rollouts):
         raise typer.Exit(2)  # nothing to train on
 
 

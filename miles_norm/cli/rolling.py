@@ -58,6 +58,13 @@ class Batch:
         """All rows, by prompt and rollout."""
         return [row for number in sorted(self.rollouts) for row in self.rollouts[number]]
 
+    @property
+    def aborted(self) -> int:
+        """Rollouts whose agent did not come to an end."""
+        from miles_norm.session.rollout import aborted_rollouts
+
+        return sum(map(len, aborted_rollouts(self.rows).values()))
+
     def lacking(self) -> str:
         """What is not there, in words."""
         each = self.options.n_samples_per_prompt
@@ -85,7 +92,7 @@ def roll_out(agent: Agent, batch: Batch, output: Path, server: str | None, choic
         DumpError: the file beside the output cannot be made.
         MilesNormError: the engine cannot be made.
     """
-    from miles_norm.session.rollout import run_rollouts
+    from miles_norm.session.rollout import check_complete, run_rollouts
 
     source = choice.make() if server is None else server
     finished: queue.SimpleQueue[Sequence[Sample]] = queue.SimpleQueue()
@@ -117,6 +124,11 @@ def roll_out(agent: Agent, batch: Batch, output: Path, server: str | None, choic
                 batch.error = _blocks(background)
                 return
     batch.error = background.error
+    if batch.error is None and not batch.interrupted:
+        try:
+            check_complete(batch.rollouts, batch.total)
+        except SessionError as error:
+            batch.error = error
 
 
 def _blocked(background: Background, timeout: float | None) -> bool:
@@ -192,13 +204,10 @@ def write_batch(console: Console, batch: Batch, output: Path) -> None:
 
 
 def _show(console: Console, batch: Batch, path: Path) -> None:
-    from miles_norm.session.rollout import aborted_rollouts
-
     fan_out = [len(rows) for rows in batch.rollouts.values()]
-    aborted = sum(map(len, aborted_rollouts(batch.rows).values()))
     text = f"{path}: {counted(sum(fan_out), 'row')} of {counted(len(fan_out), 'rollout')}, "
     text += f"fan-out {min(fan_out)} to {max(fan_out)}"
-    text += f"; {counted(aborted, 'rollout')} aborted, see metadata.error" if aborted else ""
+    text += f"; {counted(batch.aborted, 'rollout')} aborted, see metadata.error" if batch.aborted else ""
     show_lines(console, text, head="wrote ", style="green")
 
 

@@ -34,7 +34,8 @@ def run_server(console: Console, choice: EngineChoice, config: ServerConfig) -> 
     """Serve until interrupted."""
 
     def started(address: str) -> None:
-        show_lines(console, f"{address}/sessions on the engine {choice.name}; Ctrl-C ends it", head="serving ")
+        look = f"; {address}/ui shows them" if config.ui else ""
+        show_lines(console, f"{address}/sessions on the engine {choice.name}{look}; Ctrl-C ends it", head="serving ")
 
     logger = logging.getLogger("miles_norm")
     handlers, level, propagate = logger.handlers, logger.level, logger.propagate

@@ -257,7 +257,8 @@ def _not_rows(subject: str, got: str, rows: Sequence[int]) -> SampleError:
     return SampleError(
         subject,
         got=got,
-        expected="a list, or a list of lists, of dicts or objects with a field 'reward' and those in docs/semantics.md",
+        expected="dicts or objects with a field 'reward' and those in docs/semantics.md, in a list of rows, "
+        "of prompt groups of rows, or of prompt groups of rollouts of rows",
         reason="rewards, ids and masks are read by field name",
         remedy="pass the samples that the rollout function returned (of a dump: its 'samples'), or rename your fields",
         rows=rows,
@@ -315,7 +316,7 @@ def _rollout_ids(
     pairs = [
         (row, borrowed[e])
         for row, (e, i) in enumerate(zip(explicit, index, strict=True))
-        if e is not None and i is not None and _is_id(e) and e != i and e in borrowed
+        if _is_id(e) and _is_id(i) and e != i and e in borrowed
     ]
     return ids, tuple(pairs)
 

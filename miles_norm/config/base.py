@@ -36,6 +36,8 @@ class Config(BaseModel):
 
     _reference: ClassVar[str] = ""
     """Where all fields are described; unset: errors name them."""
+    _harm: ClassVar[str] = "would change the training signal in silence"
+    """What a setting that is not understood would do."""
 
     def __init__(self, /, **data: Any) -> None:
         try:
@@ -200,7 +202,7 @@ def _config_error(model: type[Config], error: ValidationError) -> ConfigError:
         model.__name__,
         got=", ".join(got),
         expected="; ".join(expected),
-        reason="a setting that is not understood would change the training signal in silence",
+        reason=f"a setting that is not understood {model._harm}",
         remedy=f"correct or remove what is named above; {reference}",
     )
 

@@ -11,6 +11,7 @@ Neither it nor verl is imported. Two assignments before training starts put the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from miles_norm.columns.ids import encode_ids
 from miles_norm.config import LossConfig, NormalizationConfig
 from miles_norm.conversion import convert_samples_to_train_data
-from miles_norm.errors import ConfigError, shown
+from miles_norm.errors import ConfigError, format_rows, shown
 from miles_norm.integrations.agent_lightning_batches import (
     bad_batch,
     batch_columns,
@@ -41,6 +42,8 @@ __all__ = [
     "convert_rollouts_to_train_data",
     "normalize_advantages_by_rollout",
 ]
+
+logger = logging.getLogger("miles_norm")
 
 Ids = Sequence[Any] | np.ndarray[Any, Any]
 
@@ -66,6 +69,8 @@ def convert_rollouts_to_train_data(
 ) -> TrainData:
     """Train data of ``CompletedRollout`` objects, or of the dicts of their JSON, for a trainer of one's own.
 
+    A rollout without a sampled token has no row, as upstream, and its reward is in no statistic; a warning names it.
+
     Args:
         rollouts: As the rollout manager returns them; read by ``miles_norm.session.trace``, which decides what is a
             row, and never changed.
@@ -85,7 +90,13 @@ def convert_rollouts_to_train_data(
     >>> data["tokens"].tolists(), data["rewards"].tolist(), data["rollout_mask_sums"].tolist()
     ([[1, 2, 3, 4], [1, 5], [6, 7]], [0.5, -0.5, -0.5], [2, 2, 2])
     """
-    return convert_samples_to_train_data(trace_rows(rollouts, level).samples, config, loss_config=loss_config)
+    rows = trace_rows(rollouts, level)
+    if rows.without_rows:
+        logger.warning(
+            "%s: no row, since there is no sampled token, so that the rewards are in no statistic",
+            format_rows(rows.without_rows, "rollout"),
+        )
+    return convert_samples_to_train_data(rows.samples, config, loss_config=loss_config)
 
 
 def normalize_advantages_by_rollout(

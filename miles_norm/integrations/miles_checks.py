@@ -166,4 +166,8 @@ def warn_of_trainers_without_mask_sums(result: NormalizedRewards) -> None:
 
 @cache
 def _reads_mask_sums(file: str) -> bool:
-    return "rollout_mask_sums" in Path(file).read_text(encoding="utf-8")
+    """Whether a module, compiled or not, names the column; one that cannot be read, out of an archive, may do so."""
+    try:
+        return b"rollout_mask_sums" in Path(file).read_bytes()
+    except OSError:
+        return True

@@ -95,7 +95,8 @@ def _are_finite(row: Any) -> bool:
 def _odd_entry(row: Any, fits: Callable[[Any], bool]) -> str:
     """The first entry that does not fit, or what is there in place of a row."""
     entries: Sequence[Any] = row if isinstance(row, list | tuple) else ()
-    if isinstance(row, np.ndarray | Tensor) and row.ndim == 1 and not getattr(row, "is_meta", False):
+    readable = isinstance(row, np.ndarray) or (is_dense(row) and not row.is_meta)
+    if readable and row.ndim == 1:
         entries = row.tolist()
     odd = next((position for position, entry in enumerate(entries) if not fits([entry])), None)
     if odd is not None:

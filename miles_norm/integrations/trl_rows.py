@@ -79,8 +79,9 @@ def check_output(output: Any, rows: int) -> None:
     Values of log-probs are left to TRL, which knows what an engine gives in the place of NaN.
 
     Raises:
-        SampleError: no mapping, keys that have not one entry per row, token ids that are none, masks with entries other
-            than 0 and 1, masks or log-probs of another length than the completion; all are named.
+        SampleError: no mapping, keys that have not one entry per row, token ids that are none, completions without a
+            token, masks with entries other than 0 and 1, masks or log-probs of another length than the completion; all
+            are named.
     """
     if not isinstance(output, Mapping):
         raise _bad_output("what rollout_func returned", f"a value of type {type(output).__name__}", "a dict of lists")
@@ -110,11 +111,21 @@ def _check_tokens(columns: Mapping[str, Sequence[Any]]) -> None:
         if bad:
             got = "; ".join(shown(columns[name][row]) for row in bad[:3])
             raise _bad_output(f"{name} of {format_rows(bad)}", got, "token ids, whole numbers from 0 on", bad)
+    lengths = [row_length(ids) for ids in columns.get("completion_ids", ())]
+    if empty := [row for row, length in enumerate(lengths) if not length]:
+        raise SampleError(
+            f"completion_ids of {format_rows(empty)}",
+            got="no token",
+            expected="at least one token",
+            reason="TRL looks at the last token of each completion to see whether it ended",
+            remedy="where nothing was sampled, return a pad token with logprobs [0.0] and env_mask [0]: the rollout "
+            "still counts in the statistics of its prompt",
+            rows=empty,
+        )
     problems = count_each_mask(columns.get("env_mask", ()))[1]
     if problems:
         got = "; ".join(f"row {row}: a mask {problem}" for row, problem in list(problems.items())[:5])
         raise _bad_output(f"env_mask of {format_rows(list(problems))}", got, "0 and 1", list(problems))
-    lengths = [row_length(ids) for ids in columns.get("completion_ids", ())]
     for name in ("env_mask", "logprobs") if lengths else ():
         found = [row_length(values) for values in columns.get(name, ())]
         bad = [row for row, pair in enumerate(zip(found, lengths, strict=False)) if pair[0] != pair[1]]

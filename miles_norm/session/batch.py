@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from miles_norm.config.base import Config
 from miles_norm.errors import ConfigError, shown
 from miles_norm.session.conversation import checked_message
 
-__all__ = ["Agent", "Prompt", "RolloutOptions", "checked_prompts", "wrong_prompts"]
+__all__ = ["Agent", "Prompt", "RolloutOptions", "checked_prompts", "own_containers", "wrong_prompts"]
 
 _FIELDS = ("prompt", "label", "metadata")
 
@@ -20,8 +20,10 @@ _FIELDS = ("prompt", "label", "metadata")
 class Agent(Protocol):
     """One execution on one prompt, as Miles calls it.
 
-    It talks to ``{base_url}/v1`` as to any OpenAI server. What it returns is put into the metadata of every row; its
-    ``reward`` becomes their reward, and ``rewards`` (response id -> reward) those of single leaves. None: no reward.
+    It talks to ``{base_url}/v1`` as to any OpenAI server. The lists and dicts that it is given are its own: it may
+    append to the messages of ``prompt``, and no other rollout sees it. What it returns is put into the metadata of
+    every row; its ``reward`` becomes their reward, and ``rewards`` (response id -> reward) those of single leaves.
+    None: no reward.
     """
 
     def __call__(  # noqa: D102  # Described above.
@@ -35,6 +37,8 @@ class RolloutOptions(Config):
     >>> RolloutOptions(n_samples_per_prompt=8, request_kwargs={"max_tokens": 512}).concurrency
     64
     """
+
+    _harm: ClassVar[str] = "would be left out in silence"
 
     n_samples_per_prompt: int = Field(default=1, ge=1, le=65_536)
     """Rollouts of each prompt."""
@@ -56,7 +60,8 @@ class RolloutOptions(Config):
     """Tokens that a row may have."""
 
     api_key: str | None = Field(default=None, min_length=1)
-    """Of the session server. Agents find it in `metadata["api_key"]`."""
+    """Of the session server. Agents find it in `metadata["api_key"]`; rows do not have it, also where an agent returns
+    its metadata."""
 
     request_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Handed to the agent for its requests, such as temperature and max_tokens."""
@@ -104,6 +109,32 @@ class Prompt:
         if faults:
             raise ValueError(", ".join(faults))
         return cls(content, label, dict(metadata or {}))  # type: ignore[arg-type]  # checked above
+
+    def copy(self) -> Prompt:
+        """One that shares no list and no dict with this one, for an agent to do with as it likes."""
+        return Prompt(own_containers(self.content), self.label, own_containers(dict(self.metadata)))
+
+
+def own_containers(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """A value whose lists, tuples and dicts are copies; what else is in them, such as a client, is the same object.
+
+    >>> lock, given = object(), {"messages": [{"role": "user"}]}
+    >>> copied = own_containers({**given, "lock": lock})
+    >>> copied["messages"] == given["messages"], copied["messages"][0] is given["messages"][0], copied["lock"] is lock
+    (True, False, True)
+    """
+    known = {} if known is None else known
+    if id(value) in known:  # A container may hold itself.
+        return known[id(value)]
+    if type(value) is dict:
+        fields = known[id(value)] = {}
+        fields.update((name, own_containers(entry, known)) for name, entry in value.items())
+        return fields
+    if type(value) is list:
+        entries = known[id(value)] = []
+        entries.extend(own_containers(entry, known) for entry in value)
+        return entries
+    return tuple(own_containers(entry, known) for entry in value) if type(value) is tuple else value
 
 
 def _faults(content: Any) -> Iterable[str]:

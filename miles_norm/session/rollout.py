@@ -6,20 +6,20 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from miles_norm.errors import RequestError, format_rows, shown
+from miles_norm.errors import RequestError, SessionError, format_rows, shown
 from miles_norm.samples import Sample
-from miles_norm.session.batch import Agent, Prompt, RolloutOptions, checked_prompts
+from miles_norm.session.batch import Agent, Prompt, RolloutOptions, checked_prompts, own_containers
 from miles_norm.session.client import SessionClient, connect
 from miles_norm.storage.plain_values import NotPlainError, plain_mapping
 
-__all__ = ["Agent", "Prompt", "RolloutOptions", "aborted_rollouts", "run_rollouts"]
+__all__ = ["Agent", "Prompt", "RolloutOptions", "aborted_rollouts", "check_complete", "run_rollouts"]
 
 logger = logging.getLogger("miles_norm")
 
@@ -69,11 +69,12 @@ async def run_rollouts(
 
     Raises:
         ConfigError: prompts that are neither of these; all are named. Or an address that is none.
-        SessionError: the server cannot be reached, fails, or refuses to make sessions. The batch ends with it.
+        SessionError: the server cannot be reached, fails, or refuses to make sessions, and the batch ends with it; or
+            an agent cancelled tasks that are not its own, and with them rollouts, which are named.
     """
     options = options or RolloutOptions()
     given = checked_prompts(prompts)
-    waiting = _rollouts(given, options.n_samples_per_prompt)
+    waiting, total = _rollouts(given, options.n_samples_per_prompt), len(given) * options.n_samples_per_prompt
     finished: dict[int, list[Sample]] = {}
 
     async def work(client: SessionClient) -> None:
@@ -86,21 +87,42 @@ async def run_rollouts(
     async with connected as client:
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(options.concurrency, len(given) * options.n_samples_per_prompt)):
+                for _ in range(min(options.concurrency, total)):
                     group.create_task(work(client))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             _warn(finished.values())
+    check_complete(finished, total)
     return [row for index in sorted(finished) for row in finished[index]]
+
+
+def check_complete(finished: Collection[int], total: int) -> None:
+    """All of ``total`` rollouts have finished.
+
+    Raises:
+        SessionError: some have not; they are named.
+    """
+    lacking = sorted(set(range(total)).difference(finished))
+    if lacking:
+        # A task group takes a cancelled task for one that has done its work.
+        raise SessionError(
+            format_rows(lacking, "rollout"),
+            got="cancelled before the end, and not by whoever runs the batch",
+            expected="rows of every rollout",
+            reason="a batch that lacks some would be trained on as if nobody had asked for them",
+            remedy="have agents cancel tasks of their own only, not asyncio.all_tasks()",
+        )
 
 
 def aborted_rollouts(rows: Iterable[Sample]) -> dict[str, list[Any]]:
     """Ids of the rollouts whose agent did not come to an end, by what went wrong."""
     found: defaultdict[str, dict[Any, None]] = defaultdict(dict)
     for row in rows:
-        if row.status == "aborted" and "error" in row.metadata:
-            found[row.metadata["error"]][row.rollout_id] = None
+        error = row.metadata.get("error")
+        # An engine aborts rows too, and an agent that came to an end may call something of its own an error.
+        if row.status == "aborted" and row.reward is None and isinstance(error, str):
+            found[error][row.rollout_id] = None
     return {error: list(ids) for error, ids in found.items()}
 
 
@@ -127,6 +149,8 @@ async def _run(agent: Agent, rollout: _Rollout, client: SessionClient, options: 
     }
     try:
         outcome, error = await _play(agent, rollout, client.base_url(session), options)
+        if options.api_key is not None and outcome.get("api_key") == options.api_key:
+            del outcome["api_key"]  # An agent may return the metadata that it was given, and rows are kept and shared.
         rewards = {name: outcome[name] for name in ("reward", "rewards") if name in outcome}
         rows = []
         try:
@@ -170,14 +194,14 @@ async def _play(
 
     It runs in a task of its own: what it does about being cancelled, or to cancel itself, stays there.
     """
-    metadata = dict(rollout.prompt.metadata)
+    # The rollouts of a prompt begin alike, whatever an agent appends to its messages or writes into its settings.
+    prompt, request_kwargs = rollout.prompt.copy(), own_containers(dict(options.request_kwargs))
     if options.api_key is not None:
-        metadata["api_key"] = options.api_key
-    request_kwargs = dict(options.request_kwargs)
+        prompt.metadata["api_key"] = options.api_key
     if options.seed is not None:
         (seed,) = np.random.SeedSequence((options.seed, rollout.index)).generate_state(1)
         request_kwargs["seed"] = int(seed)
-    task = asyncio.create_task(_outcome(agent, base_url, rollout.prompt, request_kwargs, metadata))
+    task = asyncio.create_task(_outcome(agent, base_url, prompt, request_kwargs))
     try:
         await asyncio.wait({task}, timeout=options.timeout_seconds)
         if task.done():
@@ -191,14 +215,14 @@ async def _play(
 
 
 async def _outcome(
-    agent: Agent, base_url: str, prompt: Prompt, request_kwargs: dict[str, Any], metadata: dict[str, Any]
+    agent: Agent, base_url: str, prompt: Prompt, request_kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], str | None]:
     try:
         returned: Any = await agent(
             base_url=base_url,
             prompt=prompt.content,
             request_kwargs=request_kwargs,
-            metadata=metadata,
+            metadata=prompt.metadata,
             label=prompt.label,
         )
     except asyncio.CancelledError:
@@ -215,6 +239,8 @@ async def _outcome(
         return plain_mapping({"outcome": returned}, keep_arrays=False)["outcome"], None
     except NotPlainError as error:
         return {}, f"the agent returned what no file can hold: {error}"
+    except Exception as error:  # noqa: BLE001  # A mapping of its own, whose methods are code of the agent.
+        return {}, f"the agent returned what cannot be read: {_said(error)}"
 
 
 def _said(error: BaseException) -> str:

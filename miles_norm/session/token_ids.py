@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from miles_norm.errors import SessionError, format_rows
 
-__all__ = ["TokenIds", "as_log_probs", "as_token_ids"]
+__all__ = ["LOG_PROB_ROUNDING", "TokenIds", "as_log_probs", "as_token_ids"]
 
 TokenIds = NDArray[np.int32]
 
 _LARGEST_ID = np.iinfo(np.int32).max
-_ROUNDING = 1e-3
+LOG_PROB_ROUNDING = 1e-3
 """How far above 0 the rounding of an engine may put the log-prob of a token that was all but certain."""
 
 
@@ -69,7 +69,7 @@ def as_log_probs(values: Sequence[float] | NDArray[Any], tokens: int, subject: s
     if not got and len(log_probs) != tokens:
         got = f"{tokens} token ids and log_probs of shape {list(log_probs.shape)}"
     if not got:
-        bad = ~(np.isfinite(log_probs) & (log_probs <= _ROUNDING))
+        bad = ~(np.isfinite(log_probs) & (log_probs <= LOG_PROB_ROUNDING))
         got = _at(given, bad) if bad.any() else ""
     if got:
         raise SessionError(

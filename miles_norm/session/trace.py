@@ -57,6 +57,8 @@ class TraceRows:
     """Rows without a response token, which are left out."""
     without_trace: tuple[str, ...]
     """Ids of rollouts without a call, which have no row."""
+    without_rows: tuple[str, ...]
+    """Ids of rollouts that have no row for lack of a call or of a response token: no statistic sees their rewards."""
 
 
 def read_completed_rollouts(rollouts: Iterable[Any]) -> list[CompletedRollout]:
@@ -143,7 +145,9 @@ def trace_rows(rollouts: Iterable[Any], level: TraceLevel = "trajectory") -> Tra
             else:
                 skipped += 1
     without_trace = tuple(rollout.rollout_id for rollout in read if not rollout.calls)
-    return TraceRows(samples, mismatches, unmerged, skipped, without_trace)
+    seen = {(row.group_index, row.rollout_id) for row in samples}
+    without_rows = tuple(each.rollout_id for each in read if (each.data_id, each.rollout_id) not in seen)
+    return TraceRows(samples, mismatches, unmerged, skipped, without_trace, without_rows)
 
 
 def _merged(calls: Sequence[Call]) -> list[list[Call]]:

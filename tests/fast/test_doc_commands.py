@@ -37,6 +37,7 @@ NOT_RUN = {
     "make": "makes a virtual environment; CI runs it, the target is looked up here",
     "pip": "installs; what it names is looked up here",
     "python examples/bias_study/run.py": "200,000 rollouts; tests/fast/test_bias_study.py runs a short study",
+    "python examples/train_tiny_agent/": "trains for minutes; tests/session trains for seconds",
     "python3 -m venv": "Python's own",
     "python -m sglang_cpu.": "needs SGLang; tests/sglang runs both, their options are looked up here",
     "python -m sglang.launch_server": "needs a GPU",
@@ -51,7 +52,7 @@ SHOWN = blocks("console")
 
 def plain(words: list[str]) -> str:
     """The command as one types it, whatever environment its program is in."""
-    return " ".join([words[0].removeprefix(".venv-sglang/bin/"), *words[1:]])
+    return " ".join([words[0].removeprefix(".venv-sglang/bin/").removeprefix(".venv/bin/"), *words[1:]])
 
 
 def excuse(words: list[str]) -> str | None:
@@ -175,11 +176,13 @@ def check_make(words: list[str]) -> None:
 
 def check_pip(words: list[str]) -> None:
     assert words[0] == "install"
-    flags = {"--no-deps", "-r"}
+    flags = {"--index-url", "--no-deps", "-r"}
     for before, word in pairwise(words):
         name = re.fullmatch(r"(?:\.|miles-norm)\[([\w,-]+)\]", word)
         if name:
             assert set(name[1].split(",")) <= set(PROJECT["optional-dependencies"])
+        elif before == "--index-url":
+            assert word == "INDEX_OF_CPU_WHEELS"
         elif before == "-r" or "/" in word:
             assert (ROOT / word).exists()
         else:

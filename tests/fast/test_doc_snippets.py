@@ -17,7 +17,7 @@ from doc_blocks import PAGES, ROOT, Block, blocks
 from fake_sglang import FakeSGLang, serving
 from tokenizers import Tokenizer, models
 
-from miles_norm import NormalizationConfig, RolloutColumns, loss_weights, normalize_distributed, normalize_rewards
+from miles_norm import NormalizationConfig, RolloutColumns, normalize_rewards
 from miles_norm.conversion import train_data_from_result
 from miles_norm.session.engines.chatml import ChatMLRenderer
 from miles_norm.session.engines.sglang import SGLangEngine
@@ -48,10 +48,10 @@ async def run(block: Block, **names: Any) -> dict[str, Any]:
 
 def one_process_of_a_group(block: Block, patch: pytest.MonkeyPatch) -> None:
     columns = RolloutColumns(group=[0, 0], rollout=[0, 1], reward=[1.0, 0.0], trainable_tokens=[2, 4])
-    names = {"normalize_distributed": normalize_distributed, "loss_weights": loss_weights, "columns": columns}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        made = asyncio.run(run(block, **names, config=NormalizationConfig(advantage_estimator="dr_grpo")))
+        config = NormalizationConfig(advantage_estimator="dr_grpo")
+        made = asyncio.run(run(block, columns=columns, config=config))
     finally:
         dist.destroy_process_group()
     assert made["found"].advantages.tolist() == [0.5, -0.5]
@@ -111,7 +111,7 @@ def drop_ins_of_agent_lightning(block: Block, patch: pytest.MonkeyPatch) -> None
 
 
 RUN: dict[str, Callable[[Block, pytest.MonkeyPatch], None]] = {
-    "found = normalize_distributed": one_process_of_a_group,
+    "from miles_norm import loss_weights, normalize_distributed": one_process_of_a_group,
     "from miles_norm.storage import read_train_data": files_of_train_data,
     "from miles_norm.session.engines.hugging_face": engine_of_a_model,
     'engine = SGLangEngine("http://127.0.0.1:30000", renderer, workers': engine_behind_a_router,

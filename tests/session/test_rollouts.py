@@ -39,7 +39,11 @@ async def test_identities_order_and_what_an_agent_is_given(api: Api) -> None:
         # The later it began, the earlier it ends.
         await asyncio.sleep(0.1 - len(calls) / 100)
         await ask(base_url, user(str(prompt)), **given["request_kwargs"])
-        return {"reward": float(len(calls)), "note": "seen"}
+        return {
+            "reward": float(len(calls)),
+            "note": "seen",
+            **{k: v for k, v in given["metadata"].items() if k != "scratch"},
+        }
 
     messages = [user("sum?")]
     prompts = ["one", {"prompt": messages, "label": "3", "metadata": {"task": "sum"}}, {"prompt": "three"}]
@@ -98,6 +102,13 @@ class Junk:
     """What no file can hold."""
 
 
+class Unreadable(dict[str, Any]):
+    """A mapping that fails to be one."""
+
+    def items(self) -> Any:
+        raise KeyError("items")
+
+
 RETURNED: list[tuple[Any, str]] = [
     (7, "the agent returned 7, neither a mapping nor None"),
     ("done", "the agent returned 'done', neither a mapping nor None"),
@@ -107,6 +118,7 @@ RETURNED: list[tuple[Any, str]] = [
     ({"reward": 1.0, "rewards": {"nobody": 1.0}}, "response id nobody, which no turn of the session has"),
     ({"reward": Junk()}, "the agent returned what no file can hold: 'outcome.reward': a value of type Junk"),
     ({"reward": 1.0, "tool": Junk()}, "the agent returned what no file can hold: 'outcome.tool': a value of type Junk"),
+    (Unreadable(), "the agent returned what cannot be read: KeyError: 'items'"),
     ({3: 1.0}, "the agent returned what no file can hold: 'outcome': a key of type int"),
 ]
 
@@ -304,7 +316,7 @@ async def test_an_agent_that_raises_a_keyboard_interrupt(api: Api) -> None:
     bad, _ = await asyncio.to_thread(main)
     assert bad.metadata["error"] == "KeyboardInterrupt"
     with pytest.raises(KeyboardInterrupt):
-        await rollout._outcome(agent, "", rollout.Prompt("bad"), {}, {})
+        await rollout._outcome(agent, "", rollout.Prompt("bad"), {})
 
 
 async def test_an_observer_that_raises_ends_the_batch(api: Api) -> None:

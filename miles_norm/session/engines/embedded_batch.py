@@ -185,8 +185,7 @@ class _Sampling:
     def sample(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """A token ``[B]`` per slot, and its log-probability at temperature 1 over the whole vocabulary."""
         log_probs = torch.log_softmax(logits, dim=-1)
-        scaled = torch.log_softmax(logits / self._temperature, dim=-1) if self._any_tempered else log_probs
-        probs = scaled.double().exp()
+        probs = (self._tempered(log_probs) if self._any_tempered else log_probs).double().exp()
         if self._any_nucleus:
             probs = torch.where(self._top_p < 1, _nucleus(probs, self._top_p), probs)
         ends = probs.cumsum(dim=-1)
@@ -194,6 +193,12 @@ class _Sampling:
         if self._any_greedy:
             tokens = torch.where(self._greedy[:, None], log_probs.argmax(dim=-1, keepdim=True), tokens)
         return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
+
+    def _tempered(self, log_probs: Tensor) -> Tensor:
+        """Log-probs at the temperatures, those at 1 as they are."""
+        # Divided by a tiny temperature, all but the largest may be -inf; that one has to stay a number.
+        below = log_probs - log_probs.amax(dim=-1, keepdim=True)
+        return torch.where(self._temperature == 1, log_probs, torch.log_softmax(below / self._temperature, dim=-1))
 
 
 def _nucleus(probs: Tensor, top_p: Tensor) -> Tensor:

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from miles_norm.errors import EngineContractError, shown
 from miles_norm.session.completion import Completion, FinishReason
 from miles_norm.session.engines.protocol import GenerationRequest
+from miles_norm.session.token_ids import LOG_PROB_ROUNDING
 
 __all__ = ["broken", "read_completion"]
 
 _ROUTERS = "use a router that passes every field on (smg does, sglang-router drops some), or ask the server itself"
-_ABOVE_ZERO = 1e-3
-"""What rounding may leave above 0, the log-prob of a certain token."""
 
 
 def read_completion(
@@ -112,7 +111,7 @@ def _tokens(meta: Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.floa
             "a finite log-prob per token",
             "see whether the weights that were loaded last hold numbers that are not finite",
         )
-    bad = np.flatnonzero(log_probs > _ABOVE_ZERO).tolist()
+    bad = np.flatnonzero(log_probs > LOG_PROB_ROUNDING).tolist()
     if bad:
         raise broken(f"log-probs above 0, such as {log_probs[bad[0]]:g}, at tokens {bad[:10]}", "log-probs up to 0")
     number = meta.get("completion_tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -47,6 +48,11 @@ KINDS: tuple[tuple[type[MilesNormError], int, bool, str], ...] = (
 )
 """The first that fits says the status, whether the same request may succeed later, and OpenAI's name for the kind."""
 
+_NO_ROUTE = (
+    "no such route: each rollout has an endpoint of its own, so that a base_url ends in /sessions/SESSION_ID/v1; "
+    "POST /sessions answers with a new session_id"
+)
+
 # Escapes whatever is not ASCII, so that a lone surrogate in a reply does not fail when it has been recorded already.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -68,7 +74,8 @@ def error_answer(error: Exception) -> Response:
         return Response(status_code=499)  # Nobody reads it.
     if isinstance(error, HTTPException):
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        body = _body(error.detail, kind, error)
+        detail = _NO_ROUTE if error.detail == HTTPStatus.NOT_FOUND.phrase else error.detail
+        body = _body(detail, kind, error)
         return json_answer(body, error.status_code, {**(error.headers or {}), "x-should-retry": "false"})
     for cls, status, again, kind in KINDS:
         if isinstance(error, cls):

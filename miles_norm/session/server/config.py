@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ class ServerConfig(Config):
     >>> ServerConfig(max_sessions=8).host
     '127.0.0.1'
     """
+
+    _harm: ClassVar[str] = "would be left out in silence"
 
     host: str = "127.0.0.1"
     """Address to listen on. Anybody who reaches it can use the engine: beyond this machine set `api_key`."""

@@ -32,10 +32,11 @@ def read_body(model: type[_Body], body: bytes) -> _Body:
             f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg'].removeprefix('Value error, ')}"
             for each in error.errors()
         ]
+        wanted = (model.__doc__ or "").partition("\n")[0].removesuffix(".")
         raise RequestError(
             "body of the request",
             got="; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
-            expected=(model.__doc__ or "").partition("\n")[0],
+            expected=wanted[:1].lower() + wanted[1:],
             reason="it is taken as it is: what is not understood would be left out in silence",
             remedy="mend the fields that are named",
         ) from None
@@ -67,7 +68,7 @@ class ChatRequest(BaseModel):
     ...
     miles_norm.errors.RequestError: body of the request
       got:      n: 2 replies to one turn; send one request for each, and they become siblings
-      expected: An OpenAI chat completion request for one reply.
+      expected: an OpenAI chat completion request for one reply
       reason:   it is taken as it is: what is not understood would be left out in silence
       remedy:   mend the fields that are named
     """

@@ -17,6 +17,7 @@ from miles_norm.cli.agents import read_prompts
 from miles_norm.session.rollout import Prompt
 
 AGENT = """
+import asyncio
 import pathlib
 import aiohttp
 
@@ -37,6 +38,13 @@ async def counts(*, prompt, **kwargs):
 async def obstructs(*, metadata, **kwargs):
     pathlib.Path(metadata["folder"]).mkdir(exist_ok=True)
     return await solve(metadata=metadata, **kwargs)
+
+async def cancels(*, prompt, **kwargs):
+    if prompt == "bad":
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(1)
+    return await solve(prompt=prompt, **kwargs)
 
 def not_async(**kwargs):
     return None
@@ -95,22 +103,25 @@ def test_an_agent_that_raises_costs_its_rollout(run: Callable[..., Run], agent: 
 
 
 @pytest.mark.parametrize(
-    ("name", "got"),
+    ("name", "got", "remedy"),
     [
-        ("solve", "no module and function"),
-        ("{path}:nobody", "no function nobody"),
-        ("{path}:not_async", "not_async, which is not async"),
-        ("no_such_module_here:solve", "ModuleNotFoundError"),
-        ("{path}.py:solve", "FileNotFoundError"),
+        ("solve", "no module and function", "write: async def agent("),
+        ("{path}:nobody", "no function nobody", "write: async def agent("),
+        ("{path}:not_async", "not_async, which is not async", "write: async def agent("),
+        ("no_such_module_here:solve", "ModuleNotFoundError", "check the path"),
+        ("{path}.py:solve", "FileNotFoundError", "check the path"),
     ],
 )
-def test_agents_that_cannot_be_run(run: Callable[..., Run], agent: Path, tmp_path: Path, name: str, got: str) -> None:
+def test_agents_that_cannot_be_run(
+    run: Callable[..., Run], agent: Path, tmp_path: Path, name: str, got: str, remedy: str
+) -> None:
     done = run(
         "rollout", "--agent", name.format(path=agent), "--prompts", prompts(tmp_path, "a"), "-o", tmp_path / "o.jsonl"
     )
     assert done.code == 2
     assert "agent '" in done.err
     assert got in done.err
+    assert f"remedy:   {remedy}" in done.err
 
 
 @pytest.mark.parametrize(
@@ -137,6 +148,13 @@ def test_prompts_that_cannot_be_read(run: Callable[..., Run], agent: Path, tmp_p
     assert done.code == 2
     assert got in done.err
     assert f"prompts {path}\n" in done.err
+
+
+def test_prompts_that_are_not_there(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    done = run("rollout", "--agent", f"{agent}:solve", "--prompts", tmp_path / "no", "-o", tmp_path / "o.jsonl")
+    assert done.code == 2
+    assert "got:      No such file or directory" in done.err
+    assert "remedy:   check the path" in done.err
 
 
 def test_messages_are_a_prompt(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
@@ -240,6 +258,18 @@ def test_a_dump_that_cannot_be_written_leaves_its_rows_beside_it(
     again = run(*command)
     assert again.code == 2
     assert f"output {part}\n  got:      a file that exists" in again.err
+
+
+def test_an_agent_that_cancels_the_batch(run: Callable[..., Run], agent: Path, tmp_path: Path) -> None:
+    out, given = tmp_path / "o.jsonl", prompts(tmp_path, "ab", "bad", "c")
+    done = run(
+        "rollout", "--agent", f"{agent}:cancels", "--prompts", given, "-o", out, "--n-samples-per-prompt", 1,
+        "--concurrency", 1,
+    )  # fmt: skip
+    assert done.code == 2
+    assert "ended early: 1 of 3 rollouts had finished; without any: prompt groups 1, 2" in done.err
+    assert "rollouts 1, 2\n  got:      cancelled before the end" in done.err
+    assert [row["rollout_id"] for row in read_dump(out).samples] == [0]
 
 
 @pytest.mark.parametrize(

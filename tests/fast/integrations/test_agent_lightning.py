@@ -84,6 +84,21 @@ class TestGolden:
         with pytest.raises(MissingRewardError, match="reward of row"):
             convert_rollouts_to_train_data(json.loads((DATA / "agl_rollouts.json").read_text(encoding="utf-8")))
 
+    def test_rollouts_that_leave_no_row_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        def rollout(name: str, reward: float, *responses: list[int]) -> dict[str, Any]:
+            triplets = [{"prompt": {"token_ids": [1]}, "response": {"token_ids": ids}} for ids in responses]
+            return {"rollout_id": name, "data_id": "d", "final_reward": reward, "triplets": triplets}
+
+        config = NormalizationConfig(advantage_estimator="dr_grpo")
+        given = [rollout("a", 1, [2]), rollout("b", 0), rollout("c", 0, []), rollout("d", 0, [], [3])]
+        # The mean is that of a and d.
+        assert convert_rollouts_to_train_data(given, config)["rewards"].tolist() == [0.5, -0.5]
+        [warning] = caplog.messages
+        assert warning.startswith("rollouts b, c: no row")
+        caplog.clear()
+        convert_rollouts_to_train_data([given[0], given[3]], config)
+        assert not caplog.messages
+
 
 def divided_row_by_row(advantages: Tensor, mask: Tensor, ids: Sequence[Any], count: int) -> Tensor:
     """The rule once more, as a loop over rows in the dtype of the advantages."""

@@ -44,6 +44,7 @@ class TestSamples:
             (torch.tensor([7, 8, -9]), "row 0: -9 at 2"),
             (torch.tensor([7, 8, 9.5]), "row 0: 7.0 at 0"),
             (torch.ones(3, dtype=torch.int64, device="meta"), "row 0: a value of type Tensor"),
+            (torch.ones(3, dtype=torch.int64).to_sparse(), "row 0: a value of type Tensor"),
         ],
     )
     def test_tokens_that_are_none(self, tokens: Any, said: str) -> None:

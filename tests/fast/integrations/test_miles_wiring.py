@@ -4,6 +4,7 @@ import importlib
 import inspect
 import logging
 import sys
+import types
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,26 @@ class TestWarnings:
         finally:
             for name in [name for name in sys.modules if name.split(".")[0] == module.split(".")[0]]:
                 del sys.modules[name]
+
+    @pytest.mark.parametrize(
+        ("content", "warns"),
+        [(b"\xff\x00rollout_mask_sums\x00", False), (b"\xff\x00rollout_ids\x00", True), (None, False)],
+        ids=["compiled", "compiled, without it", "in an archive"],
+    )
+    def test_a_trainer_that_is_no_source_text(
+        self,
+        content: bytes | None,
+        warns: bool,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        module = types.ModuleType("slime.ray.rollout")
+        module.__file__ = str(tmp_path / "rollout.so")
+        if content is not None:
+            Path(module.__file__).write_bytes(content)
+        monkeypatch.setitem(sys.modules, "slime.ray.rollout", module)
+        rows = samples(1.0, 1.0, 0.0)
+        rows[1].index = 0
+        post_process_rewards(Namespace(advantage_estimator="grpo"), rows)
+        assert ("knows no rollout_mask_sums" in caplog.text) is warns

@@ -90,6 +90,11 @@ OUTPUT: dict[str, Any] = {
         ({"logprobs": [[-1.0], [-1.0], 5]}, "logprobs of rows 0, 2\n", (0, 2)),
         ({"completion_ids": [[1, 2.0], [3], [4, -5]]}, "completion_ids of rows 0, 2\n", (0, 2)),
         ({"completion_ids": ["12", [3], None]}, "completion_ids of rows 0, 2\n", (0, 2)),
+        (
+            {"completion_ids": [[], [3], []], "logprobs": [[], [-2.0], []]},
+            "completion_ids of rows 0, 2\n.*no token",
+            (0, 2),
+        ),
         ({"prompt_ids": [[7], 7, [8]]}, "prompt_ids of row 1\n", (1,)),
         ({"rollout_id": 5, "env_mask": "abc"}, "got:      env_mask of type str, rollout_id of type int\n", ()),
     ],

@@ -60,6 +60,15 @@ def test_nucleus_by_hand() -> None:
     assert greedy.token_ids.tolist() == [67] * 5
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-40, 1e-44, 1e-300])
+def test_the_lower_the_temperature_the_likelier_the_likeliest(temperature: float) -> None:
+    # ln 0.6 and ln 0.4 over 1e-40 are beyond float32, as the temperature itself is below its normal range.
+    engine = EmbeddedEngine(fixed_policy({65: 0.4, 66: 0.6}))
+    [completion] = sample(engine, ask(max_tokens=20, seed=3, temperature=temperature))
+    assert completion.token_ids.tolist() == [66] * 20
+    np.testing.assert_allclose(completion.log_probs, np.log(0.6), rtol=1e-6)
+
+
 def test_a_seeded_request_gives_the_same_bits_alone_and_among_others() -> None:
     """In another slot, after a wait, beside other temperatures, and with longer prompts read at the same time."""
     policy = sharp_policy()

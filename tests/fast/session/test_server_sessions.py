@@ -209,3 +209,8 @@ def test_options_that_do_not_fit(settings: dict[str, Any]) -> None:
 def test_server_settings_that_do_not_fit(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         ServerConfig(**settings)
+
+
+def test_unknown_settings_of_a_server_do_not_speak_of_training() -> None:
+    with pytest.raises(ConfigError, match=r"no such field .*'port'(.|\n)*would be left out in silence"):
+        ServerConfig(prot=1)  # type: ignore[call-arg]

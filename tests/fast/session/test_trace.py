@@ -114,6 +114,7 @@ def test_rollouts_without_calls_or_tokens() -> None:
     assert found.samples[0].loss_mask.tolist() == [0, 1]
     assert found.skipped_empty_rows == 1
     assert found.without_trace == ("a", "c")
+    assert found.without_rows == ("a", "b", "c")
 
 
 def test_objects_are_read_as_dicts_are() -> None:
