@@ -87,6 +87,7 @@ def test_a_session_from_its_first_turn_to_its_rows(open_page: Open, serve: Serve
     assert card.locator(".card").count() == 3
     leaf = card.locator('.card[data-node="2"]')
     leaf.get_by_text("conversation of 2 turns").click()
+    leaf.locator("pre").last.wait_for()  # made once the details are open
     assert leaf.locator("pre").all_inner_texts() == ["first", "ok 0", "a longer second", "ok 2"]
     # It grows under the eyes of who reads it, and what was opened stays open.
     live.do(
