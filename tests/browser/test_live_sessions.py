@@ -138,6 +138,7 @@ def test_hostile_text_is_shown_as_text(open_page: Open, serve: Serve) -> None:
     card = page.locator(".session")
     card.locator("summary").first.click()
     card.get_by_text("conversation of 1 turn").click()
+    card.locator("pre").last.wait_for()
     assert card.locator("pre").all_inner_texts() == [HOSTILE] * 2
     assert "'</script><im" in card.locator("summary").first.inner_text()
     live.do(live.api.rows(session, group_index=HOSTILE, rollout_id=HOSTILE, agent={"reward": {HOSTILE: 1.0}}))
