@@ -75,9 +75,10 @@ def last_line(text: str) -> str:
 
 
 def reached(target: Target, runs: dict[str, Run]) -> float | None:
-    """The figure; None if its benchmark has not run."""
+    """The figure; None if its benchmark has not run, or left it out."""
     found = runs.get(target.benchmark)
-    return None if found is None or found.figures is None else float(target.value(found.figures))
+    value = None if found is None or found.figures is None else target.value(found.figures)
+    return None if value is None else float(value)
 
 
 def table(runs: dict[str, Run]) -> list[tuple[Target, float]]:

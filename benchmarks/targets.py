@@ -13,7 +13,8 @@ class Target:
 
     benchmark: str
     label: str
-    value: Callable[[Figures], float]
+    value: Callable[[Figures], float | None]
+    """None where a benchmark left it out and said why."""
     at_least: float | None = None
     at_most: float | None = None
     unit: str = ""
@@ -74,6 +75,28 @@ def steep_growth(figures: Figures) -> str:
     )
 
 
+def steep_schedule(figures: Figures) -> str:
+    costs = ", ".join(f"{seconds / rows * 1e6:.2f} at {rows}" for rows, seconds in figures["growth"])
+    return (
+        f"microseconds a row are {costs}. Updates are scheduled one by one, in the same steps however many there are; "
+        "what grows is the time of a step, as the rows of a large batch come from memory that no cache holds."
+    )
+
+
+def steep_assembly(figures: Figures) -> str:
+    costs = ", ".join(f"{line['ours'] / line['tokens'] * 1e9:.0f} at {line['tokens']}" for line in figures["linear"])
+    return (
+        f"nanoseconds a token are {costs}: large conversations do not fit the caches, and the longer a call takes, the "
+        "more a busy machine is in its way. Appending the tokens to lists, in the same run, has the exponent "
+        f"{figures['growth_exponents']['appended']:.2f}."
+    )
+
+
+def kept_of_dumps(figures: Figures) -> float:
+    run = figures["run"]
+    return float(run["kept_bytes_per_dump"] * (run["steps"] - 1) / run["one_dump_bytes"])
+
+
 def slowest_weights(figures: Figures) -> float:
     name = "times_faster_than_tensor_loop"
     return min(one[name] for one in figures["weights"] if name in one)
@@ -107,14 +130,18 @@ TARGETS = (
     Target("shard", "schedule on 64 ranks", lambda f: f["schedule"]["seconds"], at_most=1, unit=" s"),
     Target("shard", "small cases, fullest rank above an exact search",
            lambda f: (f["small_cases"] - 1) * 100, at_most=1, unit="%"),
-    Target("shard", "growth exponent", lambda f: f["growth_exponent"], at_most=1.1),
+    Target("shard", "growth exponent", lambda f: f["growth_exponent"], at_most=1.1, why_missed=steep_schedule),
     Target("ray_scale", "index columns to the driver, bytes a row", lambda f: f["index_bytes_per_row"], at_most=64),
     Target("ray_scale", "bytes of tokens at the driver", lambda f: f["token_bytes_at_the_driver"], at_most=0),
     Target("cli_scale", "peak memory above that of three rows, bytes a row",
            lambda f: f["peak_bytes_per_row_above_floor"], at_most=600),
-    Target("session_assembly", "growth exponent in tokens", lambda f: f["growth_exponents"]["ours"], at_most=1.05),
-    Target("session", "server time of a turn, one client, journal off",
-           lambda f: f["journal off"]["turn_p50_s"] * 1e3, at_most=2, unit=" ms"),
+    Target("audit", "page of 100,000 rows in a browser",
+           lambda f: f["page"] and f["page"]["seconds"], at_most=2, unit=" s"),
+    Target("audit", "what is kept of all dumps, times what one takes", kept_of_dumps, at_most=2, unit="x"),
+    Target("session_assembly", "growth exponent in tokens", lambda f: f["growth_exponents"]["ours"], at_most=1.05,
+           why_missed=steep_assembly),
+    Target("session", "server time of a turn, one client, any journal",
+           lambda f: max(one["turn_p50_s"] for one in f.values()) * 1e3, at_most=2, unit=" ms"),
     Target("session", "turns per second, many sessions",
            lambda f: 1 / max(one["turn_share_s"] for one in f.values()), at_least=198),
 )  # fmt: skip

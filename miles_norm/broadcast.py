@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_norm.columns.ids import entries_of, shared_tensor
+from miles_norm.columns.ids import entries_of, is_readable, shared_tensor, unreadable
 from miles_norm.errors import SampleError, format_rows
 
 __all__ = ["rollouts_to_rows", "rows_to_tokens"]
@@ -47,8 +47,10 @@ def rows_to_tokens(values: Tensor, masks: Tensor | Sequence[Any]) -> Tensor | li
     [[2.0, 0.0], [0.0, -1.0, -1.0]]
     """
     if isinstance(masks, Tensor):
-        if masks.ndim != 2 or masks.layout != torch.strided or masks.is_complex():
-            raise _bad_masks("loss masks", f"shape {tuple(masks.shape)}, {masks.dtype}, {masks.layout}", ())
+        if not is_readable(masks):
+            raise _bad_masks("loss masks", unreadable(masks), ())
+        if masks.ndim != 2 or masks.is_complex():
+            raise _bad_masks("loss masks", f"shape {tuple(masks.shape)}, {masks.dtype}", ())
         if len(masks) != len(values):
             raise _bad_masks("loss masks", f"{len(masks)} masks for {len(values)} rows", ())
         mask = masks.to(values.device)
@@ -81,7 +83,7 @@ def _as_tensor(mask: Any, device: torch.device) -> Tensor | None:
         tensor = shared_tensor(mask) if isinstance(mask, np.ndarray) else torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return tensor.to(device)
+    return tensor.to(device) if is_readable(tensor) else None
 
 
 def _bad_masks(subject: str, got: str, rows: Sequence[int]) -> SampleError:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
-from miles_norm.errors import ConfigError, SampleError
+from miles_norm.errors import ConfigError, MilesNormError, SampleError
 from miles_norm.normalize import normalize_columns
 from miles_norm.result import NormalizedRewards
 
@@ -56,8 +56,8 @@ def normalize_distributed(
         On the device of ``config``, else of ``columns``, else the CPU.
 
     Raises:
-        ConfigError: ranks with different settings, or a rank that is not in the group.
-        SampleError: no rank has a row.
+        ConfigError: ranks with different settings or without a config, or a rank that is not in the group.
+        SampleError: no rank has a row, or one has something else than columns.
         MilesNormError: as ``normalize_columns``, on every rank.
     """
     rank = dist.get_rank(process_group)
@@ -69,10 +69,17 @@ def normalize_distributed(
             reason="only its members exchange rows",
             remedy="call normalize_distributed on the members of the group",
         )
-    config = config or NormalizationConfig()
-    mine: tuple[RolloutColumns | None, dict[str, Any]] = (columns, config.model_dump(exclude={"device"}))
+    mine: tuple[RolloutColumns | None, dict[str, Any]] | MilesNormError
+    try:
+        config = NormalizationConfig.checked(config)
+        mine = None if columns is None else RolloutColumns.checked(columns), config.model_dump(exclude={"device"})
+    except MilesNormError as error:
+        mine = error
     given: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(given, mine, group=process_group)
+    for number, one in enumerate(given):
+        if isinstance(one, MilesNormError):
+            raise one.within(f"rank {number}")
     _check_settings([settings for _, settings in given])
     parts = [part for part, _ in given if part is not None]
     if not parts:
@@ -83,6 +90,7 @@ def normalize_distributed(
             reason="there is nothing to normalize",
             remedy="check that the rollouts arrived, or skip the step",
         )
+    assert config is not None  # checked on every rank
     whole = RolloutColumns.concat(parts)
     if columns is not None:
         whole = whole.to(columns.reward.device)

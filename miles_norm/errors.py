@@ -34,6 +34,7 @@ Errors about rows name all of them at once and carry them in ``rows``.
 
 import reprlib
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 __all__ = [
     "ConfigError",
@@ -94,6 +95,11 @@ class MilesNormError(Exception):
         self.subject, self.got, self.expected = subject, got, expected
         self.reason, self.remedy, self.rows = reason, remedy, tuple(rows)
         super().__init__(subject)
+
+    def within(self, place: object) -> Self:
+        """The same error, its subject preceded by the file or the side that it is of: each of two has a row 0."""
+        state = {name: getattr(self, name) for name in ("got", "expected", "reason", "remedy", "rows")}
+        return type(self)(f"{place}: {self.subject}", **state)
 
     def __str__(self) -> str:
         parts = {"got": self.got, "expected": self.expected, "reason": self.reason, "remedy": self.remedy}

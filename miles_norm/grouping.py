@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from miles_norm.columns.ids import IdColumn, PairedIds, plain_id
+from miles_norm.columns.ids import IdColumn, PairedIds, is_readable, plain_id, unreadable
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import NormalizationConfig
 from miles_norm.errors import GroupingError, format_rows, shown
@@ -214,7 +214,8 @@ def _choose_rule(
 
 
 def _check_sizes(given: Sequence[int] | Tensor, rows: int) -> list[int]:
-    sizes = given.tolist() if hasattr(given, "tolist") else given
+    odd = unreadable(given) if isinstance(given, Tensor) and not is_readable(given) else None
+    sizes = odd or (given.tolist() if hasattr(given, "tolist") else given)
     if not isinstance(sizes, Iterable) or isinstance(sizes, str | bytes | Mapping):
         sizes = [sizes, "no list"]
     sizes = [plain_id(size) if type(size) is not float else size for size in sizes]

@@ -70,7 +70,7 @@ def normalize_columns(
     [2.0, 2.0, -2.0]
     """
     config = NormalizationConfig.checked(_DEFAULTS if config is None else config)
-    return _logged(normalize_silently(columns, config, prompt_group_sizes))
+    return _logged(normalize_silently(RolloutColumns.checked(columns), config, prompt_group_sizes))
 
 
 def normalize_silently(

@@ -94,8 +94,8 @@ class StreamingNormalizer:
         stream: What happens to late rollouts and to groups that stay incomplete; defaults to ``StreamConfig()``.
 
     Raises:
-        ConfigError: no ``n_samples_per_prompt``; or settings that need the whole batch, unless ``batch_stage`` is
-            ``buffer``: then groups are held back until ``end_step``, and a warning says so.
+        ConfigError: no config, or one without ``n_samples_per_prompt``; or settings that need the whole batch, unless
+            ``batch_stage`` is ``buffer``: then groups are held back until ``end_step``, and a warning says so.
 
     >>> stream = StreamingNormalizer(NormalizationConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo"))
     >>> def one(rollout, reward):
@@ -107,10 +107,10 @@ class StreamingNormalizer:
     """
 
     def __init__(self, config: NormalizationConfig, stream: StreamConfig | None = None) -> None:
-        self.config, self.stream = config, stream or StreamConfig()
-        self._size = _group_size(config)
-        self._holds_back = _needs_the_batch(config, self.stream)
-        self._named = config.model_copy(update={"group_fallback": "error"})
+        self.config, self.stream = NormalizationConfig.checked(config), StreamConfig.checked(stream)
+        self._size = _group_size(self.config)
+        self._holds_back = _needs_the_batch(self.config, self.stream)
+        self._named = self.config.model_copy(update={"group_fallback": "error"})
         self._open: dict[Hashable, _OpenGroup] = {}
         self._ready: list[NormalizedGroup] = []
         self._closed: list[set[Hashable]] = [set()]  # of this step, then of those before it
@@ -134,7 +134,7 @@ class StreamingNormalizer:
                 cannot be: these are dropped and listed, all others of the call are taken in. Of a group, rows are
                 numbered in the order in which they came.
         """
-        index = self._read(columns)
+        index = self._read(RolloutColumns.checked(columns))
         arrived = _by_group(columns, index)
         late = [key for key in arrived if any(key in step for step in self._closed)]
         self._check(arrived, late)

@@ -14,6 +14,7 @@ from miles_norm.audit.baselines import baseline_advantages
 from miles_norm.audit.summary import disagreeing_rows, unscored_rows
 from miles_norm.config import LossConfig
 from miles_norm.loss import loss_weights
+from miles_norm.loss.checks import check_type
 from miles_norm.metrics import PREFIX
 from miles_norm.result import NormalizedRewards
 from miles_norm.rewards import any_row
@@ -66,6 +67,7 @@ def audit_metrics(result: NormalizedRewards, baseline: str | None = "rows") -> d
         baseline: A name of ``miles_norm.audit.baselines``; None leaves the comparison out.
 
     Raises:
+        SampleError: no result.
         MilesNormError: of the baseline; ``rows`` raises none.
 
     >>> from miles_norm import RolloutColumns, normalize_columns
@@ -76,6 +78,7 @@ def audit_metrics(result: NormalizedRewards, baseline: str | None = "rows") -> d
     >>> metrics["miles_norm/weight/sample_mean_max"], metrics["miles_norm/weight/rollout_mean_max"]
     (1.5, 1.0)
     """
+    check_type("result", result, NormalizedRewards, "pass what normalize_rewards returned")
     values = result.metrics()
     parts = [_fan_out(result), _sources(result), _signal(result), _rewards(result, values), _weights(result)]
     values |= {PREFIX + name: float(value) for part in parts for name, value in part}

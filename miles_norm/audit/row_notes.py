@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from miles_norm.errors import SampleError
+
 __all__ = ["STRIP", "RowNotes", "mask_strip"]
 
 STRIP = 120
@@ -36,7 +38,16 @@ class RowNotes:
 
     def reading(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """The same rows, noted as they pass."""
-        for row in rows:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise SampleError(
+                    f"row {number}",
+                    got=f"a value of type {type(row).__name__}",
+                    expected="a dict from field names to values",
+                    reason="an audit reads the rows of dumps",
+                    remedy="pass sample.to_dict() for a Sample",
+                    rows=[number],
+                )
             self._note(row)
             yield row
 

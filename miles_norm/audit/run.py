@@ -19,6 +19,7 @@ from miles_norm.config import NormalizationConfig
 from miles_norm.dumps import stream_dump
 from miles_norm.errors import ConfigError, DumpError, MilesNormError
 from miles_norm.result import NormalizedRewards
+from miles_norm.storage.atomic import is_there
 
 __all__ = ["Audit", "AuditedStep", "audit_dumps", "audit_rows"]
 
@@ -97,7 +98,7 @@ def audit_rows(
     ['changed_advantages', 'fan_out_weight']
     """
     find_baseline(baseline)
-    config = config or NormalizationConfig()
+    config = NormalizationConfig.checked(config)
     notes = RowNotes()
     columns = columns_from_rows(notes.reading(rows), config)
     result, refused = normalize_tolerantly(columns, config, prompt_group_sizes)
@@ -128,7 +129,7 @@ def _compare(result: NormalizedRewards, baseline: str) -> tuple[Comparison | Non
 
 
 def audit_dumps(
-    paths: Sequence[str | os.PathLike[str]],
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     config: NormalizationConfig | None = None,
     *,
     prompt_group_sizes: Sequence[int] | str | None = "recorded",
@@ -140,7 +141,7 @@ def audit_dumps(
     Steps stand in the order of their ``rollout_id`` where all dumps have different ones, else as they were given.
 
     Args:
-        paths: Dumps, as ``read_dump`` takes them.
+        paths: Dumps, as ``read_dump`` takes them; or one.
         config: Defaults to ``NormalizationConfig()``.
         prompt_group_sizes: Rows per prompt group of every dump; "recorded": what each dump's metadata has; None: none.
         baseline: What to compare with: a name of ``miles_norm.audit.baselines``.
@@ -150,6 +151,8 @@ def audit_dumps(
         ConfigError: no dumps, no such baseline, or one that lacks a setting of the config.
         MilesNormError: a dump that cannot be read, named by the message.
     """
+    config = NormalizationConfig.checked(config)
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not paths:
         raise ConfigError(
             "dumps",
@@ -160,7 +163,7 @@ def audit_dumps(
         )
     find_baseline(baseline)
     files = [Path(path) for path in paths]
-    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
+    sizes = [file.stat().st_size if is_there(file) else 0 for file in files]
     names = [file.name for file in files]
     steps = []
     for number, file in enumerate(files):
@@ -176,12 +179,12 @@ def audit_dumps(
         except (ConfigError, DumpError):
             raise
         except MilesNormError as error:
-            raise _named(error, file) from None
+            raise error.within(file) from None  # each dump has a row 0
         steps.append(replace(step, name=name, rollout_id=stream.rollout_id))
     numbers = [step.rollout_id for step in steps]
     if None not in numbers and len(set(numbers)) == len(numbers):
         steps.sort(key=lambda step: step.rollout_id or 0)
-    return Audit(config or NormalizationConfig(), baseline, tuple(steps))
+    return Audit(config, baseline, tuple(steps))
 
 
 _SIZES = "prompt_group_sizes"
@@ -190,15 +193,3 @@ _SIZES = "prompt_group_sizes"
 def _part(progress: Progress, before: int, total: int) -> Progress:
     """Progress within one file, as a part of all."""
     return lambda done, _: progress(before + done, total)
-
-
-def _named(error: MilesNormError, file: Path) -> MilesNormError:
-    """Errors about rows name the dump: several have a row 0."""
-    return type(error)(
-        f"{file}: {error.subject}",
-        got=error.got,
-        expected=error.expected,
-        reason=error.reason,
-        remedy=error.remedy,
-        rows=error.rows,
-    )

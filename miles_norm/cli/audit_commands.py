@@ -95,5 +95,7 @@ def diff(
         sys.stdout.write(strict_json(diff_json(comparison)) + "\n")
     else:
         print_diff(console_for(), comparison, show_all=show_all)
+        sys.stdout.flush()
+        show_warnings(console_for(stderr=True), comparison.warnings)
     if comparison.difference:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from miles_norm.cli.terminal import console_for, exit_codes, show_lines, show_wa
 from miles_norm.cli.usage import FLAG, Command, Group
 from miles_norm.errors import ConfigError
 from miles_norm.pages import strict_json
-from miles_norm.storage.atomic import DUMP_ENDINGS, TRAIN_ENDINGS
+from miles_norm.storage.atomic import DUMP_ENDINGS, TRAIN_ENDINGS, is_there
 
 __all__ = ["app"]
 
@@ -184,6 +184,17 @@ def plan(
         int | None, typer.Option(metavar="U", help="With --unit rows: at most this many updates.")
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="S", help="With --unit rows: which rows are dropped.")] = None,
+    max_tokens_per_gpu: Annotated[
+        int | None,
+        typer.Option(metavar="T", help="Cut updates into micro-batches of at most this many tokens, prompts included."),
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORDER",
+            help="With --unit rows: normalize_first (default), or drop_first, whose advantages are of the rows left.",
+        ),
+    ] = None,
     config: Config = None,
     settings: Settings = None,
     prompt_group_sizes: Sizes = None,
@@ -199,6 +210,8 @@ def plan(
         rows_per_update=rows_per_update,
         max_updates=max_updates,
         seed=seed,
+        order=order,
+        max_tokens_per_gpu=max_tokens_per_gpu,
     )
     batch = load(dump, read_config(config, settings or ()), prompt_group_sizes)
     if as_json:
@@ -303,7 +316,7 @@ def rollout(  # the command line is what the options are
     force: Annotated[bool, typer.Option("--force", metavar=FLAG, help="Replace DUMP if it exists.")] = False,
 ) -> None:
     """Run an agent on prompts and write the rows of its rollouts as a dump, ready for normalize."""
-    replaces_prompts = output.exists() and prompts.exists() and output.samefile(prompts)
+    replaces_prompts = is_there(output) and is_there(prompts) and output.samefile(prompts)
     check_output(output, prompts, DUMP_ENDINGS, force=force and not replaces_prompts)
 
     from miles_norm.cli.agents import api_key, load_agent, read_prompts, request_kwargs

@@ -20,7 +20,7 @@ from miles_norm.cli.table import Column, Note, print_table
 from miles_norm.cli.terminal import show_lines
 from miles_norm.config.base import Config as SettingsModel
 from miles_norm.config.base import as_yaml
-from miles_norm.errors import ConfigError, DumpError, format_rows
+from miles_norm.errors import ConfigError, DumpError, MilesNormError, format_rows
 
 if TYPE_CHECKING:
     from miles_norm.result import NormalizedRewards
@@ -49,6 +49,8 @@ class _Side:
     """config, baseline, recorded, or computed."""
     result: NormalizedRewards
     advantages: Advantages
+    warnings: tuple[str, ...]
+    """Each with the dump that it is about."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Comparison:
     on: Path | None
     """The dump that both were computed on; None where each side is one."""
 
+    @property
+    def warnings(self) -> list[str]:
+        """Those of both sides, each once."""
+        return list(dict.fromkeys([*self.a.warnings, *self.b.warnings]))
+
 
 def compare(a: str, b: str, inputs: Inputs) -> Comparison:
     """Compute or read both sides and compare them row by row.
@@ -69,7 +76,7 @@ def compare(a: str, b: str, inputs: Inputs) -> Comparison:
         ConfigError: a config or baseline without a dump, or two dumps that do not hold the same rows.
         MilesNormError: of reading and normalizing.
     """
-    sides = [_side(name, inputs) for name in (a, b)]
+    sides = [_named_side(name, inputs) for name in (a, b)]
     left, right = sides
     if left.result.index.num_rows != right.result.index.num_rows or _ids(left.result) != _ids(right.result):
         raise _other_rows(left, right)
@@ -80,18 +87,32 @@ def compare(a: str, b: str, inputs: Inputs) -> Comparison:
     return Comparison(left, right, difference, on)
 
 
+def _named_side(name: str, inputs: Inputs) -> _Side:
+    """A side; what is wrong with its rows says of which side they are."""
+    try:
+        return _side(name, inputs)
+    except (ConfigError, DumpError):
+        raise  # these name a setting or a file already
+    except MilesNormError as error:
+        raise error if name in error.subject else error.within(name) from None
+
+
 def _side(name: str, inputs: Inputs) -> _Side:
-    if name in BASELINES:
-        batch = load(_dump(name, inputs), read_config(inputs.config, inputs.settings), inputs.sizes)
-        return _Side(name, "baseline", batch.result, Advantages(baseline_advantages(batch.result, name)))
     path = Path(name)
-    if path.suffix.lower() in _YAML:
-        batch = load(_dump(name, inputs), read_config(path, inputs.settings), inputs.sizes)
-        return _Side(name, "config", batch.result, _computed(batch))
-    batch = load(path, read_config(inputs.config, inputs.settings), inputs.sizes)
-    if batch.rows_with_added_keys:
-        return _Side(name, "recorded", batch.result, _recorded(batch))
-    return _Side(name, "computed", batch.result, _computed(batch))
+    if name in BASELINES:
+        kind, config, dump = "baseline", inputs.config, _dump(name, inputs)
+    elif path.suffix.lower() in _YAML:
+        kind, config, dump = "config", path, _dump(name, inputs)
+    else:
+        kind, config, dump = "dump", inputs.config, path
+    batch = load(dump, read_config(config, inputs.settings), inputs.sizes)
+    if kind == "dump":
+        kind = "recorded" if batch.rows_with_added_keys else "computed"
+    if kind == "baseline":
+        advantages = Advantages(baseline_advantages(batch.result, name))
+    else:
+        advantages = _recorded(batch) if kind == "recorded" else _computed(batch)
+    return _Side(name, kind, batch.result, advantages, tuple(f"{dump}: {text}" for text in batch.warnings))
 
 
 def _dump(name: str, inputs: Inputs) -> Path:
@@ -260,4 +281,5 @@ def diff_json(comparison: Comparison) -> dict[str, Any]:
             }
             for name, change in zip(names, changes, strict=True)
         ],
+        "warnings": comparison.warnings,
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from miles_norm.errors import ConfigError, EngineRejectedError
 from miles_norm.session.addresses import http_address
+from miles_norm.storage.atomic import is_there
 
 if TYPE_CHECKING:
     from miles_norm.session.engines.protocol import Engine
@@ -50,7 +51,7 @@ class EngineChoice:
             http_address(self.url, "engine")
         else:
             raise _wrong_engine(self.name, "each is another way to sample")
-        if self.model is not None and not self.model.exists():
+        if self.model is not None and not is_there(self.model):
             raise self._wrong_model("no such file or folder")
 
     def make(self) -> Engine:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from miles_norm.cli.inputs import ADDED_KEYS, kept_warnings
 from miles_norm.cli.waiting import bar
 from miles_norm.errors import DumpError, format_rows
-from miles_norm.storage.atomic import ending_of
+from miles_norm.storage.atomic import ending_of, is_there
 
 if TYPE_CHECKING:
     from miles_norm.cli.inputs import Batch
@@ -22,10 +22,21 @@ def check_output(path: Path, dump: Path, endings: Sequence[str], *, force: bool)
     """Refuse, before any work, what could not be written at its end.
 
     Raises:
-        DumpError: ``path`` has none of the endings, its folder does not exist, or it exists and ``force`` is not set.
+        DumpError: ``path`` has none of the endings, no file can have it, its folder does not exist, or it exists and
+            ``force`` is not set.
     """
     ending_of(path, endings, f"output {path}", writing=True)
-    if not path.parent.is_dir():
+    try:
+        in_folder, exists = path.parent.is_dir(), path.exists()
+    except OSError as error:
+        raise DumpError(
+            f"output {path}",
+            got=error.strerror or str(error),
+            expected="the name of a file that can be made",
+            reason="it is written at the end, when all work is done",
+            remedy="name another file",
+        ) from None
+    if not in_folder:
         raise DumpError(
             f"output {path}",
             got=f"no folder {path.parent}",
@@ -33,9 +44,9 @@ def check_output(path: Path, dump: Path, endings: Sequence[str], *, force: bool)
             reason="folders are not made, so that a mistyped path does not go unnoticed",
             remedy="make the folder, or write elsewhere",
         )
-    if force or not path.exists():
+    if force or not exists:
         return
-    same = dump.exists() and path.samefile(dump)
+    same = is_there(dump) and path.samefile(dump)
     raise DumpError(
         f"output {path}",
         got="the input file" if same else "a file that exists",

@@ -90,7 +90,9 @@ def exit_codes() -> Iterator[None]:
         _silence_stdout()
         if error.errno == errno.EPIPE:
             raise typer.Exit(_BROKEN_PIPE) from None
-        _fail(f"cannot write the output: {error.strerror or error}")
+        # Files have errors of their own; what is left is stdout, which has no name.
+        named = "cannot write the output" if error.filename is None else str(error.filename)
+        _fail(f"{named}: {error.strerror or error}")
 
 
 def _fail(message: str) -> NoReturn:

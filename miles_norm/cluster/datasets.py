@@ -10,7 +10,7 @@ import numpy as np
 
 from miles_norm.columns import columns_from_fields
 from miles_norm.config import NormalizationConfig
-from miles_norm.errors import ConfigError, GroupingError, format_rows
+from miles_norm.errors import ConfigError, GroupingError, SampleError, format_rows
 from miles_norm.normalize import normalize_columns
 from miles_norm.streaming import batch_stage
 
@@ -45,7 +45,16 @@ def normalize_batch(
     >>> normalize_batch(batch, NormalizationConfig(advantage_estimator="dr_grpo", n_samples_per_prompt=2))["advantage"]
     array([ 0.5, -0.5], dtype=float32)
     """
+    config = NormalizationConfig.checked(config)
     _check(config, whole_groups)
+    if not isinstance(batch, Mapping):
+        raise SampleError(
+            "batch",
+            got=f"a value of type {type(batch).__name__}",
+            expected="one array per field, by name",
+            reason="groups, rollouts and rewards are found by these names",
+            remedy="call map_batches with batch_format='numpy'",
+        )
     columns = columns_from_fields(cache(lambda name: _listed(batch.get(name))), _rows(batch), config)
     result = normalize_columns(columns, config)
     if not whole_groups and result.incomplete_groups:

@@ -15,10 +15,11 @@ from torch import Tensor
 from miles_norm.cluster.losses import fetched
 from miles_norm.cluster.package import ray_package, remote
 from miles_norm.cluster.tasks import convert_part, cut_part, join_shard, read_part, sent_columns
+from miles_norm.columns.ids import entries_of
 from miles_norm.columns.rollout_columns import RolloutColumns
 from miles_norm.config import LossConfig, NormalizationConfig
 from miles_norm.conversion import result_columns
-from miles_norm.errors import SampleError
+from miles_norm.errors import SampleError, format_rows
 from miles_norm.loss import UpdatePlan
 from miles_norm.normalize import normalize_columns
 from miles_norm.result import NormalizedRewards
@@ -42,18 +43,17 @@ def normalize_on_cluster(
 
     Args:
         parts: Object refs of lists of samples, in the order of the rows. Rows of a prompt group, and of a rollout, may
-            be in several. They may still be computed.
+            be in several; a part may have none. They may still be computed.
         config: Defaults to ``NormalizationConfig()``.
         prompt_group_sizes: Rows of each prompt group over all parts.
 
     Raises:
+        SampleError: no object refs, one of them twice, or no rows in any part.
         LostRowsError: samples that are gone; all parts are named.
         MilesNormError: as ``normalize_rewards``. What is wrong with the rows of one part names the part and its own
             row numbers, everything else the row numbers of the whole.
     """
-    config, refs = config or NormalizationConfig(), list(parts)
-    if not refs or len(set(refs)) < len(refs):
-        raise _bad_parts("no parts" if not refs else f"{len(refs) - len(set(refs))} refs that are there twice")
+    config, refs = NormalizationConfig.checked(config), _checked_parts(parts)
     reading: dict[Any, Any] = {}
     waiting = refs
     while waiting:
@@ -61,13 +61,17 @@ def normalize_on_cluster(
         done, waiting = ray_package().wait(waiting, num_returns=1, fetch_local=False)
         reading |= {ref: remote(read_part).options(**_near(ref)).remote(ref, config) for ref in done}
     payloads = fetched([reading[ref] for ref in refs], "part")
-    read = [pickle.loads(payload) for payload in payloads]
+    found = [pickle.loads(payload) for payload in payloads]
+    full = [number for number, part in enumerate(found) if part is not None]
+    if not full:
+        raise _bad_parts(f"no rows in {len(refs)} parts", "rows in at least one part")
+    read = [found[number] for number in full]
     columns = RolloutColumns.concat([columns for columns, _ in read])
     ends = np.cumsum([0, *(len(columns) for columns, _ in read)]).tolist()
     known = all(lengths is not None for _, lengths in read)
     return ClusterRewards(
         result=normalize_columns(columns, config, prompt_group_sizes),
-        parts=tuple(refs),
+        parts=tuple(refs[number] for number in full),
         rows=tuple(slice(start, stop) for start, stop in pairwise(ends)),
         lengths=torch.from_numpy(np.concatenate([lengths for _, lengths in read]).astype(np.int64)) if known else None,
         index_bytes=sum(map(len, payloads)),
@@ -92,7 +96,7 @@ class ClusterRewards:
     result: NormalizedRewards
     """Of all rows, part after part."""
     parts: tuple[Any, ...]
-    """Object refs of the samples."""
+    """Object refs of the samples, without those of parts that have no rows."""
     rows: tuple[slice, ...]
     """The rows of each part in ``result``."""
     lengths: Tensor | None
@@ -190,6 +194,20 @@ class ClusterRewards:
         sent = [sent_columns(columns, rows) for rows in self.rows]
         self.returned_bytes += sum(map(len, sent))
         return sent
+
+
+def _checked_parts(parts: Sequence[Any]) -> list[Any]:
+    refs = entries_of(parts)
+    kind = ray_package().ObjectRef
+    if refs is None:
+        raise _bad_parts(f"a value of type {type(parts).__name__}", "a list of object refs, each of a list of samples")
+    others = [number for number, ref in enumerate(refs) if not isinstance(ref, kind)]
+    if others:
+        named = f"{format_rows(others, 'part')} of type {type(refs[others[0]]).__name__}"
+        raise _bad_parts(named, "object refs, as ray.put or a task returns them")
+    if not refs or len(set(refs)) < len(refs):
+        raise _bad_parts("no parts" if not refs else f"{len(refs) - len(set(refs))} refs that are there twice")
+    return refs
 
 
 def _near(ref: Any) -> dict[str, Any]:

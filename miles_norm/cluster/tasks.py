@@ -13,6 +13,7 @@ from torch import Tensor
 
 from miles_norm.columns import columns_from_samples
 from miles_norm.columns.parts import packed_columns, unpacked_columns
+from miles_norm.columns.row_values import row_length
 from miles_norm.columns.sample_columns import flatten_samples, row_field
 from miles_norm.config import NormalizationConfig
 from miles_norm.conversion import joined_train_data, train_data_from_columns
@@ -23,12 +24,16 @@ __all__ = ["convert_part", "cut_part", "join_shard", "read_part", "sent_columns"
 
 
 def read_part(samples: Sequence[Any], config: NormalizationConfig) -> bytes:
-    """The index columns of some samples, and the number of tokens of each (None without tokens), pickled."""
+    """The index columns of some samples, and the number of tokens of each (None without tokens), pickled.
+
+    Of no samples there is None: all rollouts of a node may have been dropped.
+    """
+    rows = flatten_samples(samples)[0]
+    if not rows:
+        return pickle.dumps(None)
     columns = columns_from_samples(samples, config)
-    tokens = row_field(flatten_samples(samples)[0], "tokens")
-    known = all(row is not None for row in tokens)
-    lengths = np.fromiter(map(len, tokens), np.int32, len(tokens)) if known else None
-    return pickle.dumps((columns, lengths))
+    lengths = [row_length(tokens) for tokens in row_field(rows, "tokens")]
+    return pickle.dumps((columns, None if None in lengths else np.array(lengths, np.int32)))
 
 
 def sent_columns(found: Mapping[str, Tensor], rows: slice) -> bytes:

@@ -24,6 +24,7 @@ __all__ = [
     "is_readable",
     "plain_id",
     "shared_tensor",
+    "unreadable",
 ]
 
 _INT64 = range(-(2**63), 2**63)
@@ -122,7 +123,7 @@ def encode_ids(values: Any, name: str, rows: int, device: torch.device | None = 
     if entries is None:
         raise SampleError(
             f"{name} column",
-            got=f"a value of type {type(values).__name__}",
+            got=unreadable(values) if isinstance(values, Tensor) else f"a value of type {type(values).__name__}",
             expected=f"{rows} ids: a list, an array or a tensor",
             reason="every column has one entry per row",
             remedy="pass one id per row, in the order of the rows",
@@ -165,8 +166,21 @@ def plain_id(value: Any) -> Any:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has a value in every place of one shape: it is neither nested nor sparse, nor on ``meta``."""
-    return not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
+    """Whether a tensor has a number in every place of one shape: it is neither nested, sparse nor quantized, nor on
+    ``meta``."""
+    plain = not tensor.is_nested and not tensor.is_meta and not tensor.is_quantized
+    return plain and tensor.layout == torch.strided
+
+
+def unreadable(tensor: Tensor) -> str:
+    """What a tensor is that is not readable, for a message.
+
+    >>> unreadable(torch.ones(2).to_sparse()), unreadable(torch.ones(2, device="meta"))
+    ('a sparse tensor', 'a tensor on meta, which has no values')
+    """
+    if tensor.is_meta:
+        return "a tensor on meta, which has no values"
+    return f"a {'nested' if tensor.is_nested else 'quantized' if tensor.is_quantized else 'sparse'} tensor"
 
 
 def _plain_ids(values: Sequence[Any], name: str) -> list[Hashable | None]:
@@ -230,7 +244,7 @@ def entries_of(values: Any) -> list[Any] | None:
 
     Those of a one-dimensional tensor or array are Python's numbers, those of one with more dimensions its rows. A text,
     a dict and a generator have none: there would be letters or keys, or nothing left the second time. Nor have nested
-    tensors, which have no common shape, sparse ones, and those on ``meta``, which have no values.
+    tensors, which have no common shape, sparse and quantized ones, and those on ``meta``, which have no values.
 
     >>> entries_of((1, 2)), entries_of({1: 2}), entries_of("12"), entries_of(5)
     ([1, 2], None, None, None)
@@ -261,7 +275,7 @@ def check_length(name: str, shape: tuple[int, ...], rows: int) -> None:
         raise SampleError(
             f"{name} column",
             got=f"shape {list(shape)}",
-            expected=f"[{rows}], the shape of the reward column",
-            reason="every column has one entry per row",
+            expected=f"[{rows}], one entry per row",
+            reason="a row is the same entry of every column",
             remedy="pass one-dimensional columns of one length",
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_norm.columns.host import host_numbers
-from miles_norm.columns.ids import IdColumn, check_length, encode_ids, shared_tensor
+from miles_norm.columns.ids import IdColumn, check_length, encode_ids, is_readable, shared_tensor, unreadable
 from miles_norm.columns.parts import joined_columns, packed_columns, selected_columns, unpacked_columns
 from miles_norm.errors import RewardError, SampleError, format_rows
 
@@ -103,6 +103,23 @@ class RolloutColumns:
         self.without_id: tuple[int, ...] = ()
         self.odd_masks: tuple[int, ...] = ()
 
+    @classmethod
+    def checked(cls, columns: object) -> RolloutColumns:
+        """``columns`` themselves.
+
+        Raises:
+            SampleError: a value of another type.
+        """
+        if not isinstance(columns, cls):
+            raise SampleError(
+                "columns",
+                got=f"a value of type {type(columns).__name__}",
+                expected="RolloutColumns",
+                reason="groups, rollouts and rewards are read from columns, and never guessed",
+                remedy="make them with RolloutColumns(...), or pass samples to normalize_rewards",
+            )
+        return columns
+
     def __len__(self) -> int:
         return self.reward.shape[0]
 
@@ -187,6 +204,8 @@ class RolloutColumns:
 
 def _reward_column(values: Any) -> Tensor:
     if isinstance(values, Tensor):
+        if not is_readable(values):
+            raise _no_column(RewardError, "reward", unreadable(values))
         reward = values.detach()
     else:
         try:
@@ -220,8 +239,20 @@ def _real_numbers(values: Any) -> np.ndarray[Any, Any]:
     return np.array(array, dtype=np.float64)
 
 
+def _no_column(kind: type[SampleError], name: str, got: str) -> SampleError:
+    return kind(
+        f"{name} column",
+        got=got,
+        expected="a number in every place of one shape [N]",
+        reason="every column has one entry per row",
+        remedy="pass one-dimensional columns of one length",
+    )
+
+
 def _column(name: str, values: Any, rows: int) -> Tensor:
     if isinstance(values, Tensor):
+        if not is_readable(values):
+            raise _no_column(SampleError, name, unreadable(values))
         column = values.detach()
     else:
         try:

@@ -57,8 +57,8 @@ def convert_samples_to_train_data(
     these masks per rollout.
 
     Raises:
-        SampleError: tokens shorter than the response, a mask or log-probs of another length than the response, an
-            optional field that only some rows have; all rows are named.
+        SampleError: metadata that is no mapping, tokens shorter than the response, a mask or log-probs of another
+            length than the response, an optional field that only some rows have; all rows are named.
         MilesNormError: whatever ``normalize_rewards`` raises.
 
     >>> rows = [{"group_index": 0, "index": i, "reward": r, "tokens": [7, 8, 9], "response_length": 2}
@@ -67,7 +67,15 @@ def convert_samples_to_train_data(
     >>> data.as_miles_dict()["loss_masks"], data["rewards"].tolist()
     ([[1, 1], [1, 1]], [0.5, -0.5])
     """
-    metadata = metadata or {}
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, Mapping):
+        raise SampleError(
+            "metadata",
+            got=f"a value of type {type(metadata).__name__}",
+            expected="a mapping, such as {'prompt_group_sizes': [8, 6]}",
+            reason="what the trainer knows of the step is found by its name",
+            remedy="pass what the rollout step returned beside the samples, or None",
+        )
     samples = samples if isinstance(samples, Sequence) else list(samples)
     result = normalize_rewards(samples, config, metadata.get("prompt_group_sizes"))
     return train_data_from_result(samples, result, metadata, loss_config)

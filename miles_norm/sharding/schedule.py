@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_norm.columns.ids import encode_ids
 from miles_norm.errors import ConfigError, SampleError, format_rows
 from miles_norm.loss import UpdatePlan
+from miles_norm.loss.checks import check_type
 from miles_norm.sharding.partition import balanced_parts, longest_first, part_loads
 from miles_norm.train_data.ragged_checks import running
 
@@ -110,7 +112,7 @@ def plan_shards(
     data_parallel_size: int,
     plan: UpdatePlan | None = None,
     *,
-    rollout: Tensor | None = None,
+    rollout: Sequence[Any] | Tensor | None = None,
     balance: Balance = "tokens",
 ) -> ShardPlan:
     """Give every row of every update to one data-parallel rank, and to one micro-batch of it.
@@ -127,8 +129,8 @@ def plan_shards(
         data_parallel_size: Number of ranks.
         plan: Of ``plan_updates``: which update each row is in, and the budget of a micro-batch. None: all rows are in
             one update, and that is one micro-batch.
-        rollout: int64 ``[N]``, equal for rows that stay together; None: each row is on its own. It takes a plan's
-            ``result.index.row_rollout``.
+        rollout: Ids ``[N]``, equal for rows that stay together, such as a plan's ``result.index.row_rollout``; None:
+            each row is on its own.
         balance: ``tokens``: the fullest rank is as small as can be found. ``strided``: in the order of their first rows
             by turns, as trainers that do not look at lengths do.
 
@@ -137,19 +139,21 @@ def plan_shards(
 
     Raises:
         ConfigError: no rank, or no such balance.
-        SampleError: another number of lengths than rows, a length that is not a whole number from 0 on, a row longer
-            than the budget; all are named.
+        SampleError: no plan, another number of lengths or ids than rows, a length that is not a whole number from 0 to
+            2**31 - 1, a row longer than the budget; all are named.
 
     >>> shards = plan_shards([50, 40, 10, 30, 20, 30], 2, rollout=torch.tensor([0, 1, 1, 2, 2, 3]))
     >>> shards.schedule(0), shards.schedule(1), shards.tokens.tolist()
     ([[[0, 3, 4]]], [[[1, 2, 5]]], [[100, 80]])
     """
     _check(data_parallel_size, balance)
+    if plan is not None:
+        check_type("plan", plan, UpdatePlan, "pass what plan_updates returned")
     sizes = _whole_lengths(lengths)
     rows = len(sizes) if plan is None else len(plan.row_update)
-    if len(sizes) != rows or (rollout is not None and len(rollout) != rows):
-        found = f"{len(sizes)} lengths" if rollout is None or len(sizes) != rows else f"{len(rollout)} rollouts"
-        raise _wrong_lengths("lengths", f"{found} for {rows} rows", ())
+    if len(sizes) != rows:
+        raise _wrong_lengths("lengths", f"{len(sizes)} lengths for {rows} rows", ())
+    units = None if rollout is None else encode_ids(rollout, "rollout", rows).codes.cpu().numpy()
     update = torch.zeros(rows, dtype=torch.int64) if plan is None else plan.row_update.cpu()
     budget = None if plan is None else plan.config.max_tokens_per_gpu
     if budget is not None:
@@ -160,7 +164,7 @@ def plan_shards(
     rank, micro_batch = np.full(rows, -1), np.full(rows, -1)
     counts = []
     for members in _rows_of_updates(update.numpy()):
-        unit = members if rollout is None else rollout.cpu().numpy()[members]
+        unit = members if units is None else units[members]
         rank[members] = _ranks(unit, sizes[members], data_parallel_size, balance)
         micro_batch[members], count = _micro_batches(rank[members], sizes[members], data_parallel_size, budget)
         counts.append(count)
@@ -221,7 +225,7 @@ def _whole_lengths(lengths: Sequence[int] | Tensor) -> Array:
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         got = f"shape {list(given.shape)}, dtype {given.dtype}"
         raise _wrong_lengths("lengths", got, ())
-    bad = np.flatnonzero(given < 0).tolist() if given.size else []
+    bad = np.flatnonzero((given < 0) | (given >= 2**31)).tolist() if given.size else []
     if bad:
         got = ", ".join(f"row {row}: {given[row]}" for row in bad[:10])
         raise _wrong_lengths(f"length of {format_rows(bad)}", got, bad)
@@ -232,7 +236,7 @@ def _wrong_lengths(subject: str, got: str, rows: Sequence[int]) -> SampleError:
     return SampleError(
         subject,
         got=got,
-        expected="the tokens of each row, a whole number from 0 on and within the budget of a micro-batch",
+        expected="the tokens of each row, a whole number from 0 to 2**31 - 1 and within the budget of a micro-batch",
         reason="ranks are balanced by tokens, and a micro-batch must fit the memory of one device",
         remedy="pass one length per row; raise max_tokens_per_gpu, or cut the row before it is trained",
         rows=rows,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
-import torch
 from torch import Tensor
 
 from miles_norm.columns.ids import encode_ids
 from miles_norm.errors import SampleError
 from miles_norm.loss import UpdatePlan
+from miles_norm.loss.checks import check_type
 from miles_norm.sharding.schedule import Balance, KeepTogether, ShardPlan, check_choice, plan_shards
 from miles_norm.train_data import TrainData
 
@@ -56,7 +56,8 @@ def split_by_data_parallel(
             its own, which balances better where rollouts are long.
 
     Raises:
-        SampleError: a plan for other rows, data without the column ``rollout_ids``, and as ``plan_shards``.
+        SampleError: no train data, no plan or one for other rows, data without the column ``rollout_ids``, and as
+            ``plan_shards``.
         ConfigError: no rank, or settings that do not exist.
 
     >>> from miles_norm import convert_samples_to_train_data
@@ -66,6 +67,9 @@ def split_by_data_parallel(
     >>> [(shard.rows.tolist(), shard.data.num_tokens) for shard in shards]
     [([2, 3], 13), ([0, 1], 9)]
     """
+    check_type("train data", data, TrainData, "pass what convert_samples_to_train_data returned")
+    if plan is not None:
+        check_type("plan", plan, UpdatePlan, "pass what plan_updates returned")
     rollout = None if rows_are_free(keep_together) else _rollouts(data, plan)
     lengths = data["tokens"].lengths
     return cut(data, plan_shards(lengths, data_parallel_size, plan, rollout=rollout, balance=balance))
@@ -102,5 +106,4 @@ def _rollouts(data: TrainData, plan: UpdatePlan | None) -> Tensor:
             reason="the rows of a rollout stay on one rank (keep_together is 'rollouts')",
             remedy="make the data with convert_samples_to_train_data, pass a plan, or set keep_together='rows'",
         )
-    ids: Tensor | Sequence[Any] = data["rollout_ids"]
-    return ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else encode_ids(ids, "rollout", len(data)).codes
+    return encode_ids(data["rollout_ids"], "rollout", len(data)).codes

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from miles_norm.errors import DumpError
 
-__all__ = ["DUMP_ENDINGS", "REPORT_ENDINGS", "TRAIN_ENDINGS", "ending_of", "open_existing", "replacing"]
+__all__ = ["DUMP_ENDINGS", "REPORT_ENDINGS", "TRAIN_ENDINGS", "ending_of", "is_there", "open_existing", "replacing"]
 
 TRAIN_ENDINGS = (".safetensors", ".parquet")
 REPORT_ENDINGS = (".html",)
@@ -36,6 +36,15 @@ def ending_of(path: str | os.PathLike[str], endings: Sequence[str], subject: str
         if writing
         else "give the file the ending of what it holds, or convert it to one of these formats",
     )
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path leads to something; one that no file can have leads nowhere."""
+    try:
+        path.stat()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def open_existing(

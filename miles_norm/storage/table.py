@@ -31,8 +31,19 @@ VERSION = 1
 TEXT_CELLS = ("str", "json")
 RAGGED_CELLS = ("ragged", "ints", "floats", "array", "tensors")
 CELLS = ("tensor", "int", "float", "bool", *TEXT_CELLS, *RAGGED_CELLS)
-_TITLES = {"train_data": "train data", "rollout_dump": "a rollout dump"}
-_READERS = {"train_data": "read_train_data", "rollout_dump": "read_dump"}
+_KINDS = {
+    "train_data": (
+        "train data",
+        "train data is what became of a dump: its rows have their advantages and weights already",
+        "name the dump that it was converted from; in Python, read_train_data(path) reads it as it is",
+    ),
+    "rollout_dump": (
+        "a rollout dump",
+        "the rows of a dump have no advantages and no weights yet",
+        "convert it with miles-norm convert DUMP OUT; in Python, read_dump(path) reads it as it is",
+    ),
+}
+"""What the two kinds of files are, why one is not the other, and what to do with it instead."""
 
 
 @dataclass
@@ -144,8 +155,9 @@ def read_layout(text: str | bytes, kind: str, subject: str) -> Layout:
     """
     given = json.loads(text)
     found, version, rows = given["format"], given["version"], given["rows"]
-    if found in _TITLES and found != kind:
-        refuse(subject, f"{_TITLES[found]}, not {_TITLES[kind]}", f"read it with {_READERS[found]}(path)")
+    if found in _KINDS and found != kind:
+        title, reason, remedy = _KINDS[found]
+        raise DumpError(subject, got=title, expected=_KINDS[kind][0], reason=reason, remedy=remedy)
     if found != kind or type(version) is not int or type(rows) is not int or rows < 0:
         raise ValueError(f"the format {found!r:.50}, version {version!r:.50}, with {rows!r:.50} rows")
     if version > VERSION:

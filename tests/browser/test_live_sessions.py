@@ -87,6 +87,7 @@ def test_a_session_from_its_first_turn_to_its_rows(open_page: Open, serve: Serve
     assert card.locator(".card").count() == 3
     leaf = card.locator('.card[data-node="2"]')
     leaf.get_by_text("conversation of 2 turns").click()
+    leaf.locator("pre").last.wait_for()  # made once the details are open
     assert leaf.locator("pre").all_inner_texts() == ["first", "ok 0", "a longer second", "ok 2"]
     # It grows under the eyes of who reads it, and what was opened stays open.
     live.do(
@@ -137,6 +138,7 @@ def test_hostile_text_is_shown_as_text(open_page: Open, serve: Serve) -> None:
     card = page.locator(".session")
     card.locator("summary").first.click()
     card.get_by_text("conversation of 1 turn").click()
+    card.locator("pre").last.wait_for()
     assert card.locator("pre").all_inner_texts() == [HOSTILE] * 2
     assert "'</script><im" in card.locator("summary").first.inner_text()
     live.do(live.api.rows(session, group_index=HOSTILE, rollout_id=HOSTILE, agent={"reward": {HOSTILE: 1.0}}))

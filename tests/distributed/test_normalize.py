@@ -162,6 +162,18 @@ def test_settings_that_differ_are_refused(ranks: Ranks) -> None:
         assert "rank 0: std_ddof=1, rank 1: std_ddof=0" in text
 
 
+def test_what_is_no_config_and_no_columns_is_refused_on_every_rank(ranks: Ranks) -> None:
+    """None of them waits for one that gave up."""
+    config = NormalizationConfig()
+    for kind, first, second in (
+        (SampleError, ([{"reward": 1.0}], config), (columns([1.0]), config)),
+        (ConfigError, (columns([1.0]), {"std_ddof": 0}), (None, config)),
+    ):
+        found = ranks.ask(first, second)
+        assert [each[0] for each in found] == [kind, kind]
+        assert all(each[1].startswith("rank 0: ") for each in found)
+
+
 def test_one_process_is_a_group_too() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -7,7 +7,7 @@ Code that chooses by device takes its path for a GPU. Every operation is a launc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,14 @@ def watched() -> Iterator[Seen]:
             yield seen
     finally:
         _SEEN.pop()
+
+
+def without_waits(call: Callable[[], object], launches: int) -> None:
+    """The host never waits, and the device is asked a bounded number of times."""
+    with watched() as seen:
+        call()
+    assert seen.waits == {}
+    assert 0 < seen.launches.total() <= launches, seen.launches
 
 
 class Pretended(Tensor):

@@ -52,6 +52,15 @@ def test_figures_that_miss_are_explained_by_their_profile(run_all: Any, capsys: 
     assert "0.20 s  ≤ 1 s" in printed
 
 
+def test_a_figure_that_was_left_out_is_no_miss(run_all: Any) -> None:
+    run = {"steps": 3, "kept_bytes_per_dump": 2.0, "one_dump_bytes": 8.0}
+    found = {"audit": run_all.Run("audit", "", {"run": run, "page": None}, 1.0)}
+    # Two further dumps of 2 bytes each, beside the 8 of one.
+    assert [value for _, value in run_all.table(found)] == [0.5]
+    found["audit"].figures["page"] = {"seconds": 2.5}
+    assert [(value, target.met(value)) for target, value in run_all.table(found)] == [(2.5, False), (0.5, True)]
+
+
 def test_the_page_holds_every_output_and_no_name_of_a_machine(run_all: Any) -> None:
     made = runs(run_all, figures(lists=3.5, seconds=2.0))
     text = run_all.page(run_all.table(made), made, full=False, picture=True)
@@ -84,4 +93,4 @@ def test_margins(run_all: Any) -> None:
 def test_every_figure_is_of_a_benchmark_of_its_own_name(run_all: Any) -> None:
     named = {(target.benchmark, target.label) for target in run_all.TARGETS}
     assert len(named) == len(run_all.TARGETS)
-    assert {"convert", "loss_weights", "normalize", "ray_scale", "shard", "cli_scale"} <= set(run_all.names())
+    assert {"audit", "convert", "loss_weights", "normalize", "ray_scale", "shard", "cli_scale"} <= set(run_all.names())

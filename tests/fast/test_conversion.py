@@ -366,3 +366,9 @@ def test_result_of_other_samples() -> None:
     rows = [row(n) for n in range(3)]
     with pytest.raises(SampleError, match=r"(?s)samples\n.*2 rows\n.*the 3 rows that the result was computed from"):
         train_data_from_result(rows[:2], normalize_rewards(rows))
+
+
+@pytest.mark.parametrize("metadata", [5, "sizes", [8, 6]])
+def test_metadata_that_is_no_mapping(metadata: Any) -> None:
+    with pytest.raises(SampleError, match=r"^metadata\n.*type (int|str|list)\n"):
+        convert_samples_to_train_data([row(0)], None, metadata)

@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 import torch
 from device_checks import ESTIMATORS, POLICIES, STRICT, check, columns, on, settings
-from pretended_device import Pretended, off_device, on_device, watched
+from pretended_device import Pretended, off_device, on_device, watched, without_waits
 from torch import Tensor
 
-from miles_norm import LossConfig, NormalizationConfig, RolloutColumns, TrainData, loss_weights, normalize_columns
+from miles_norm import NormalizationConfig, RolloutColumns, TrainData, normalize_columns
 from miles_norm.broadcast import rollouts_to_rows, rows_to_tokens
-from miles_norm.loss import (
-    cispo_loss,
-    clipped_loss,
-    gspo_loss,
-    kl_loss,
-    reduce_token_losses,
-    row_of_tokens,
-    row_sequences,
-    truncated_importance_sampling,
-)
 from miles_norm.statistics import segment_statistics
 from miles_norm.train_data import Ragged
 
@@ -139,37 +129,6 @@ def test_statistics_take_as_many_steps_as_the_longest_segment_asks_for() -> None
     assert [launches[1] - launches[0], launches[2] - launches[0]] == [8, 72]
 
 
-RESULT_SETTINGS = [
-    {"aggregation": "token_mean"},
-    {"aggregation": "sample_mean"},
-    {"aggregation": "rollout_mean"},
-    {"divisor": "trained_rows"},
-    {"aggregation": "rollout_row_mean"},
-    {"aggregation": "prompt_mean"},
-    {"aggregation": "constant", "max_tokens": 9},
-]
-
-
-def without_waits(call: Callable[[], object], launches: int) -> None:
-    """The host never waits, and the device is asked a bounded number of times."""
-    with watched() as seen:
-        call()
-    assert seen.waits == {}
-    assert 0 < seen.launches.total() <= launches, seen.launches
-
-
-@pytest.mark.parametrize("chosen", RESULT_SETTINGS, ids=lambda chosen: "-".join(map(str, chosen.values())))
-@pytest.mark.parametrize("states", [False, True])
-def test_weights_never_wait(chosen: dict[str, Any], states: bool) -> None:
-    given = columns(60, 3, shuffled=True, states=states)
-    given.pop("adapter", None)  # scopes of adapters are numbered by their values
-    config = NormalizationConfig(**STRICT if states else {})
-    there, cpu = normalize_columns(on(on_device, given), config), normalize_columns(RolloutColumns(**given), config)
-    without_waits(lambda: loss_weights(there, LossConfig(**chosen)), 30)
-    found = off_device(loss_weights(there, LossConfig(**chosen)))
-    assert torch.equal(found, loss_weights(cpu, LossConfig(**chosen)))
-
-
 def test_rows_tokens_and_batches_never_wait() -> None:
     result = normalize_columns(on(on_device, groups_of_eight(16, shuffled=False)))
     rows = result.index.num_rows
@@ -194,30 +153,3 @@ def test_rows_tokens_and_batches_never_wait() -> None:
 
 def moved(column: Any) -> Any:
     return column.to(torch.device("cuda", 0)) if isinstance(column, Ragged) else on_device(column)
-
-
-X, MASK = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([[1, 1, 0], [1, 0, 0]])
-ENDS = torch.tensor([0, 1, 3])
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, mask, ends: clipped_loss(x, x, x, mask, dual_clip=3.0),
-        lambda x, mask, ends: cispo_loss(x, x, x, mask, clip=(0.2, 0.2)),
-        lambda x, mask, ends: kl_loss(x, x, mask),
-        lambda x, mask, ends: truncated_importance_sampling(x, x, x, mask),
-        lambda x, mask, ends: gspo_loss(x, x, x, mask, row_sequences(mask)),
-        lambda x, mask, ends: reduce_token_losses(x, x[:, 0], mask),
-        lambda x, mask, ends: reduce_token_losses(x[0], x[:, 0], mask[0], rows=row_of_tokens(ends, 3)),
-    ],
-)
-def test_losses_never_wait(call: Callable[..., Any]) -> None:
-    x, mask, ends = on_device(X), on_device(MASK), on_device(ENDS)
-    without_waits(lambda: call(x, mask, ends), 100)
-    found, expected = off_device(call(x, mask, ends)), call(X, MASK, ENDS)
-    for one, other in zip(
-        *(part if isinstance(part, tuple) else (part, {}) for part in (found, expected)), strict=True
-    ):
-        pairs = zip(one.values(), other.values(), strict=True) if isinstance(one, dict) else [(one, other)]
-        assert all(torch.equal(a, b) for a, b in pairs)

@@ -12,7 +12,7 @@ from batches import new_row
 from miles_norm import NormalizationConfig, RolloutColumns, normalize_columns, normalize_rewards
 from miles_norm.columns.sample_columns import columns_from_rows, columns_from_samples
 from miles_norm.config import EstimatorOptions
-from miles_norm.errors import ConfigError, DisagreeingRewardsError, RewardError, SampleError
+from miles_norm.errors import ConfigError, DisagreeingRewardsError, GroupingError, RewardError, SampleError
 from miles_norm.result import NormalizedRewards
 
 NAN = math.nan
@@ -283,3 +283,37 @@ def test_rewards_of_a_column_that_carry_a_gradient() -> None:
         return
     assert columns.reward.tolist() == [1.0, 0.0]
     assert not columns.reward.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), "a nested tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged), "a nested tensor"),
+        (lambda: torch.ones(3).to_sparse(), "a sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8), "a quantized tensor"),
+        (lambda: torch.ones(3, device="meta"), "a tensor on meta"),
+    ],
+    ids=["nested", "jagged", "sparse", "quantized", "meta"],
+)
+class TestTensorsThatHoldNoColumn:
+    COLUMNS = ("group", "rollout", "reward", "trainable_tokens", "scored", "removed", "truncated", "padding", "adapter")
+
+    def test_columns(self, make: Callable[[], torch.Tensor], kind: str) -> None:
+        tensor = make()
+        given = {"group": [0] * 3, "rollout": [0, 1, 2], "reward": [0.0, 1.0, 0.0], "trainable_tokens": [1] * 3}
+        for name in self.COLUMNS:
+            with pytest.raises(SampleError, match=rf"^{name} column\n  got:      {kind}"):
+                RolloutColumns(**given | {name: tensor})
+
+    def test_sizes_and_masks(self, make: Callable[[], torch.Tensor], kind: str) -> None:
+        tensor = make()
+        columns = RolloutColumns(group=[0] * 3, rollout=[0, 1, 2], reward=[0, 1, 0], trainable_tokens=[1] * 3)
+        with pytest.raises(GroupingError, match=rf"^prompt_group_sizes\n.*{kind}"):
+            normalize_columns(columns, None, tensor)
+        result = normalize_columns(columns)
+        with pytest.raises(SampleError, match=rf"^loss masks\n  got:      {kind}"):
+            result.token_advantages(tensor)
+        with pytest.raises(SampleError, match=r"^loss mask of row 1\n"):
+            result.token_advantages([[1], tensor, [1]])

@@ -221,10 +221,14 @@ def test_integers_without_bounds(suffix, tmp_path):
 def test_files_of_another_kind(suffix, tmp_path):
     path = tmp_path / f"x{suffix}"
     write_train_data(small(), path)
-    with pytest.raises(DumpError, match=r"train data, not a rollout dump(.|\n)*read_train_data"):
+    with pytest.raises(
+        DumpError, match=r"got: +train data\n +expected: a rollout dump(.|\n)*converted from.*read_train_data"
+    ):
         read_dump(path)
     write_dump(RolloutDump([{"a": 1}]), path)
-    with pytest.raises(DumpError, match=r"a rollout dump, not train data(.|\n)*read_dump"):
+    with pytest.raises(
+        DumpError, match=r"got: +a rollout dump\n +expected: train data(.|\n)*miles-norm convert.*read_dump"
+    ):
         read_train_data(path)
     for reader in (read_train_data, read_dump, lambda path: list(iter_train_data(path))):
         with pytest.raises(DumpError, match="No such file"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from miles_norm import NormalizationConfig, RolloutColumns, StreamConfig, StreamingNormalizer, normalize_columns
 from miles_norm.config import EstimatorOptions
-from miles_norm.errors import ConfigError, GroupingError, MissingRewardError, RewardError
+from miles_norm.errors import ConfigError, GroupingError, MissingRewardError, RewardError, SampleError
 
 DR_GRPO = NormalizationConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo")
 
@@ -48,6 +48,17 @@ def pieces(draw: Any) -> tuple[list[tuple[Any, Any, float, int]], list[list[int]
 def columns_of(table: list[tuple[Any, Any, float, int]]) -> RolloutColumns:
     names = ("group", "rollout", "reward", "trainable_tokens")
     return RolloutColumns(**{name: list(column) for name, column in zip(names, zip(*table, strict=True), strict=True)})
+
+
+def test_what_is_no_config_and_no_columns_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a NormalizationConfig"):
+        StreamingNormalizer({"n_samples_per_prompt": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a StreamConfig"):
+        StreamingNormalizer(DR_GRPO, "drop")  # type: ignore[arg-type]
+    stream = StreamingNormalizer(DR_GRPO)
+    for call in (stream.add, normalize_columns):
+        with pytest.raises(SampleError, match=r"columns\n.*type list\n.*RolloutColumns"):
+            call([{"reward": 1.0}])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("buffered", [False, True])

@@ -95,6 +95,35 @@ def test_bits_and_errors_of_one_process(problem: Any, data: st.DataObject) -> No
     assert found == expected
 
 
+def test_a_part_without_rows_changes_nothing() -> None:
+    """All rollouts of a node may have been dropped."""
+    rows = samples_of(12)
+    one, *_, other = refs = [ray.put(part) for part in (rows[:7], [], [], rows[7:])]
+    rewards, expected = normalize_on_cluster(refs), normalize_on_cluster([one, other])
+    assert bits(rewards.result) == bits(expected.result)
+    assert rewards.parts == (one, other)
+    assert [len(data) for data in ray.get(rewards.train_data())] == [7, len(rows) - 7]
+    found, wanted = ([get_shard(ref) for ref in each.shards(each.plan_shards(2))] for each in (rewards, expected))
+    assert all(same(a.data, b.data) and a.ends == b.ends for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(SampleError, match="no rows in 2 parts"):
+        normalize_on_cluster([refs[1], refs[2]])
+
+
+def test_what_are_no_refs_and_no_tokens_is_refused() -> None:
+    rows = samples_of(2)
+    ref = ray.put(rows)
+    refused = {"type NoneType": None, "type ObjectRef": ref, "no parts": [], "part 1 of type list": [ref, rows]}
+    for got, parts in (refused | {"1 refs that are there twice": [ref, ref]}).items():
+        with pytest.raises(SampleError, match=rf"parts on a cluster\n.*{got}"):
+            normalize_on_cluster(parts)
+    with pytest.raises(ConfigError, match="a NormalizationConfig"):
+        normalize_on_cluster([ref], {"std_ddof": 0})  # type: ignore[arg-type]
+    for tokens in (None, 5):
+        rewards = normalize_on_cluster([ref, ray.put([{**rows[0], "tokens": tokens, "rollout_id": 9}])])
+        with pytest.raises(SampleError, match="rows without tokens"):
+            rewards.plan_shards(2)
+
+
 def test_shards_are_those_of_one_process() -> None:
     rows = samples_of(40)
     config, updates = NormalizationConfig(), UpdateConfig(rollouts_per_update=16, max_tokens_per_gpu=64)

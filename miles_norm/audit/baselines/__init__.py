@@ -16,7 +16,7 @@ from miles_norm.audit.baselines.miles import miles_2369_advantages, miles_2498_a
 from miles_norm.audit.baselines.rows import row_advantages
 from miles_norm.audit.baselines.slime import slime_advantages
 from miles_norm.audit.baselines.verl import verl_advantages
-from miles_norm.errors import ConfigError
+from miles_norm.errors import ConfigError, shown
 from miles_norm.result import NormalizedRewards
 
 __all__ = ["BASELINES", "Baseline", "baseline_advantages", "find_baseline"]
@@ -51,9 +51,9 @@ def find_baseline(name: str) -> Baseline:
     Raises:
         ConfigError: there is none.
     """
-    if name not in BASELINES:
+    if not isinstance(name, str) or name not in BASELINES:
         raise ConfigError(
-            f"baseline {name!r}",
+            f"baseline {shown(name)}",
             got="no such baseline",
             expected=f"one of {', '.join(BASELINES)}",
             reason="advantages are compared with what a known rule gives",

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from miles_norm.columns.ids import entries_of
+from miles_norm.errors import SampleError, shown
 from miles_norm.grouping import RolloutIndex
 from miles_norm.loss.checks import NUMBERS, check_type, checked_index, is_dense, is_whole, out_of_range, wrong_tensor
 from miles_norm.result import NormalizedRewards
 
 __all__ = ["Sequences", "checked_sequences", "rollout_sequences", "row_sequences"]
+
+_MOST_ROWS = 2**31 - 1
+"""More are a mistake, for which no memory is asked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +42,7 @@ def row_sequences(mask: Tensor, rows: Tensor | None = None, num_rows: int | None
     Args:
         mask: 1 on trainable tokens, padded ``[N, T]``, or packed ``[T]`` with the two others.
         rows: The row of each packed token ``[T]`` (``row_of_tokens``).
-        num_rows: Rows of the packed tokens.
+        num_rows: Rows of the packed tokens, at most 2**31 - 1.
 
     Raises:
         SampleError: packed tokens without ``rows`` or ``num_rows``, or an index that does not fit them; its range is
@@ -53,8 +57,16 @@ def row_sequences(mask: Tensor, rows: Tensor | None = None, num_rows: int | None
     if mask.ndim == 2 and rows is None and num_rows is None:
         return Sequences(torch.arange(len(mask), device=mask.device), keep.sum(dim=-1), complete=True)
     expected = f"the row of each packed token of {list(mask.shape)}, and num_rows"
-    if num_rows is None or not is_whole(num_rows):
+    if num_rows is None:
         raise wrong_tensor("row index", rows, expected)
+    if not is_whole(num_rows) or num_rows > _MOST_ROWS:
+        raise SampleError(
+            "num_rows",
+            got=shown(num_rows),
+            expected=f"the number of rows of the packed tokens, from 0 to {_MOST_ROWS}",
+            reason="each of them is a sequence, with or without tokens",
+            remedy="pass how many rows the micro-batch has",
+        )
     index = checked_index("row index", rows, num_rows, expected).to(mask.device)
     if index.shape != mask.shape:
         raise wrong_tensor("row index", rows, expected)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from command_line import EXAMPLE, MAINSTREAM
 
-from miles_norm import RolloutDump, write_dump
-from miles_norm.audit import audit_dumps, audit_rows
+from miles_norm import RolloutDump, Sample, write_dump
+from miles_norm.audit import audit_dumps, audit_metrics, audit_rows
 from miles_norm.audit.run import PAGE_POINTS, PAGE_ROWS
-from miles_norm.errors import ConfigError, DumpError
+from miles_norm.errors import ConfigError, DumpError, SampleError
 
 Row = dict[str, Any]
 
@@ -161,3 +161,20 @@ def test_an_empty_group_is_not_shown() -> None:
     step = audit_rows(rows, prompt_group_sizes=[0, len(rows), 0])
     assert [group["id"] for group in step.groups] == ["1"]
     assert step.group_source == "prompt_group_sizes"
+
+
+def test_one_path_is_one_dump(dump: Callable[..., Path]) -> None:
+    path = dump("rollout_0.pt", 0)
+    assert [step.name for step in audit_dumps(str(path)).steps] == [step.name for step in audit_dumps([path]).steps]
+
+
+def test_what_is_no_dict_and_no_setting_is_refused() -> None:
+    good = {"group_index": 0, "index": 0, "reward": 1.0, "response_length": 1}
+    with pytest.raises(SampleError, match=r"row 1\n.*type Sample\n(.|\n)*sample\.to_dict\(\)"):
+        audit_rows([good, Sample(index=1)])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="a NormalizationConfig"):
+        audit_rows([good], {"std_ddof": 0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"baseline \['rows'\]\n"):
+        audit_rows([good], baseline=["rows"])  # type: ignore[arg-type]
+    with pytest.raises(SampleError, match=r"result\n.*type dict\n.*NormalizedRewards"):
+        audit_metrics({})  # type: ignore[arg-type]

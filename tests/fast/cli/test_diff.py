@@ -90,6 +90,36 @@ def test_advantages_on_some_rows_only(run: Callable[..., Run], jsonl: Callable[.
     assert "row 1 without a number as advantage" in refused.err
 
 
+def test_a_bad_row_is_of_one_of_two_dumps(run: Callable[..., Run], jsonl: Callable[..., Path]) -> None:
+    def dump(name: str, reward: Any) -> Path:
+        rows = [{"group_index": 0, "index": n, "reward": reward if n == 1 else 0.5} for n in range(3)]
+        return jsonl(*rows, name=name)
+
+    good, bad = dump("good.jsonl", 1.0), dump("bad.jsonl", None)
+    for sides in ((good, bad), (bad, good)):
+        refused = run("diff", *sides)
+        assert (refused.code, refused.out) == (2, "")
+        assert refused.err.splitlines()[0] == f"{bad}: reward of row 1"
+    sizes = run("diff", good, good, "--prompt-group-sizes", "2,2")
+    assert sizes.err.splitlines()[0] == f"{good}: prompt_group_sizes"
+    # Of two configs on one dump it says which one refuses the rows.
+    both = run("diff", GRPO, "miles-2498", "--dump", MAINSTREAM)
+    assert both.err.splitlines()[0].startswith("miles-2498: ")
+
+
+def test_guesses_are_said_of_each_dump_once(run: Callable[..., Run], jsonl: Callable[..., Path]) -> None:
+    rows = [{"index": n, "reward": n % 2} for n in range(4)]
+    one, other = jsonl(*rows, name="one.jsonl"), jsonl(*rows, name="other.jsonl")
+    said = run("diff", one, other).err.splitlines()
+    assert [line.partition(": prompt groups were guessed")[0] for line in said] == [
+        f"warning: {path}" for path in (one, other)
+    ]
+    shown = run("diff", GRPO, "rows", "--dump", one)
+    assert shown.err.count("prompt groups were guessed") == 1
+    [warning] = run("diff", GRPO, "rows", "--dump", one, "--json").json["warnings"]
+    assert warning.startswith(f"{one}: prompt groups were guessed")
+
+
 def test_other_rows_are_refused(run: Callable[..., Run]) -> None:
     lengths = run("diff", EXAMPLE, LORA)
     assert "58 and 25 rows" in lengths.err

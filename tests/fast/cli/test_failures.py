@@ -111,6 +111,31 @@ def test_what_stops_the_program_from_outside(
     assert stopped.err.count("\n") == (1 if text else 0)
 
 
+LONG = "n" * 300
+"""No file can have this name."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "subject"),
+    [
+        (("audit", f"{LONG}.pt"), f"rollout dump {LONG}.pt"),
+        (("normalize", f"{LONG}.pt"), f"rollout dump {LONG}.pt"),
+        (("normalize", EXAMPLE, "-o", f"{LONG}.jsonl"), f"output {LONG}.jsonl"),
+        (("normalize", EXAMPLE, "-o", f"{LONG}/a.jsonl"), f"output {LONG}/a.jsonl"),
+        (("convert", EXAMPLE, f"{LONG}.parquet"), f"output {LONG}.parquet"),
+        (("audit", EXAMPLE, "-o", f"{LONG}.html"), f"output {LONG}.html"),
+        (("rollout", "--agent", "a:f", "--prompts", "p", "-o", f"{LONG}.jsonl"), f"output {LONG}.jsonl"),
+        (("serve", "--model", LONG), f"--model {LONG}"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
+)
+def test_names_that_no_file_can_have(run: Callable[..., Run], arguments: tuple[object, ...], subject: str) -> None:
+    refused = run(*arguments)
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.splitlines()[0] == subject
+    assert "cannot write the output" not in refused.err
+
+
 @pytest.mark.parametrize("command", [("normalize", EXAMPLE), ("normalize", EXAMPLE, "--json"), ("config",)], ids=str)
 def test_a_closed_pipe_is_no_error_message(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...]

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from command_line import EXAMPLE, Run
 
+from miles_norm import UpdateConfig
+
 
 @pytest.fixture(name="dump")
 def fixture_dump(jsonl: Callable[..., Path]) -> Path:
@@ -74,6 +76,46 @@ def test_by_rows(run: Callable[..., Run], dump: Path) -> None:
     shown = run(*arguments, "--max-updates", 1)
     assert shown.lines[2] == "4 rows per update, at most 1 update: 1 update"
     assert f"dropped in part: rollout {found['partly_dropped_rollouts'][0]}" in shown.lines
+
+
+def test_rows_that_drop_first_took_out_are_named(run: Callable[..., Run], dump: Path) -> None:
+    """To the advantages of what is left they are padding, but the dump holds them as rows."""
+    arguments = ("plan", dump, "--unit", "rows", "--rows-per-update", 4, "--json")
+    first, last = (run(*arguments, "--order", order).json for order in ("normalize_first", "drop_first"))
+    assert len(first["dropped_rows"]) == 2
+    assert last["dropped_rows"] == first["dropped_rows"]
+
+
+def test_micro_batches(run: Callable[..., Run], jsonl: Callable[..., Path]) -> None:
+    """Lengths 6, 7, 8 and 9 in batches of at most 14 tokens, longest first: 9; 8 and 6; 7. A padding row has none."""
+    rows = [
+        {"group_index": 0, "rollout_id": n // 2, "reward": n // 2, "tokens": [1] * (6 + n), "response_length": 5}
+        for n in range(4)
+    ]
+    path = jsonl(*rows, {"group_index": 0, "rollout_id": 0, "reward": 0, "is_padding": True})
+    arguments = ("plan", path, "--max-tokens-per-gpu", 14)
+    [update] = run(*arguments, "--json").json["updates"]
+    assert update["micro_batches"] == [[3], [2, 0], [1]]
+    shown = run(*arguments)
+    assert [line.split() for line in shown.lines[4:8]] == [
+        ["micro-", "mass", "by"],
+        ["update", "rollouts", "rows", "tokens", "batches", "rollouts", "trained", "rows"],
+        ["0", "2", "4", "20", "3", "1.0000", "0.5000"],
+        ["epoch", "2", "4", "20", "3", "1.0000", "0.5000"],
+    ]
+    small = run("plan", path, "--max-tokens-per-gpu", 8)
+    assert (small.code, "row 3: 9 tokens, with max_tokens_per_gpu=8" in small.err) == (2, True)
+
+
+def test_micro_batches_need_tokens(run: Callable[..., Run], dump: Path) -> None:
+    refused = run("plan", dump, "--max-tokens-per-gpu", 100)
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.startswith("tokens of rows 0, 1, 2, 3, 4, 5\n")
+
+
+def test_every_setting_of_updates_is_an_option(run: Callable[..., Run]) -> None:
+    shown = run("plan", "--help").out
+    assert [name for name in UpdateConfig.model_fields if f"--{name.replace('_', '-')}" not in shown] == []
 
 
 def test_all_in_one_update(run: Callable[..., Run]) -> None:

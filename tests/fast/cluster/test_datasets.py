@@ -6,7 +6,7 @@ import torch
 
 from miles_norm import NormalizationConfig, normalize_rewards
 from miles_norm.cluster import normalize_batch
-from miles_norm.errors import ConfigError, GroupingError, RewardError
+from miles_norm.errors import ConfigError, GroupingError, RewardError, SampleError
 
 
 def test_columns_of_a_batch_are_read_like_rows() -> None:
@@ -39,3 +39,10 @@ def test_batches_hold_whole_groups() -> None:
         normalize_batch(batch, NormalizationConfig(n_samples_per_prompt=2, options={"whitening": "rollout"}))
     with pytest.raises(RewardError, match="no field 'reward'"):
         normalize_batch({"group_index": np.zeros(2), "index": np.arange(2)}, two)
+
+
+def test_what_is_no_batch_and_no_config_is_refused() -> None:
+    with pytest.raises(SampleError, match=r"batch\n.*type list\n(.|\n)*batch_format='numpy'"):
+        normalize_batch([{"reward": 1.0}], NormalizationConfig(n_samples_per_prompt=2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a NormalizationConfig"):
+        normalize_batch({}, {"n_samples_per_prompt": 2})  # type: ignore[arg-type]

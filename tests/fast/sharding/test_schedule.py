@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -107,16 +108,28 @@ def test_rollouts_that_stay_together_cost_balance() -> None:
     assert apart.tokens.tolist() == [[20, 20]]
 
 
+def test_ids_of_any_kind_say_what_stays_together() -> None:
+    expected = plan_shards([3, 2, 2, 1], 2, rollout=torch.tensor([0, 1, 1, 2])).row_rank.tolist()
+    for ids in ([0, 1, 1, 2], ["a", "b", "b", "c"], [-1, 2**70, 2**70, 0], [None, "b", "b", None]):
+        assert plan_shards([3, 2, 2, 1], 2, rollout=ids).row_rank.tolist() == expected
+
+
 def test_what_does_not_fit_is_refused() -> None:
     plan = update_plan([1, 1, 2], max_tokens_per_gpu=10)
     with pytest.raises(SampleError, match=r"length of rows 1, 3\n.*row 1: 11 tokens, row 3: 99 tokens"):
         plan_shards([1, 11, 2, 99], 2, plan)
     with pytest.raises(SampleError, match="3 lengths for 4 rows"):
         plan_shards([1, 2, 3], 2, plan)
-    with pytest.raises(SampleError, match="2 rollouts for 3 rows"):
+    with pytest.raises(SampleError, match=r"rollout column\n.*shape \[2\]\n.*\[3\]"):
         plan_shards([1, 2, 3], 2, rollout=torch.tensor([0, 1]))
     with pytest.raises(SampleError, match=r"length of row 1\n.*row 1: -2"):
         plan_shards([1, -2], 2)
+    # Sums of tokens are exact: three of these would not even fit int64.
+    for long in (2**31, 2**62, np.array([2**63], dtype=np.uint64)[0]):
+        with pytest.raises(SampleError, match=rf"length of rows 0, 1, 2\n.*row 0: {long}, .*\n.*from 0 to 2\*\*31 - 1"):
+            plan_shards(np.array([long] * 3), 2)
+    with pytest.raises(SampleError, match=r"plan\n.*type list\n.*UpdatePlan"):
+        plan_shards([1], 1, [[0]])  # type: ignore[arg-type]
     with pytest.raises(SampleError, match="dtype float64"):
         plan_shards([1.5, 2.0], 2)
     for size in (0, True, 2.0):

@@ -131,6 +131,10 @@ def test_what_is_lacking_is_named() -> None:
     data = convert_samples_to_train_data([{"group_index": 0, "reward": 1, "tokens": [1, 2], "response_length": 1}])
     with pytest.raises(ConfigError, match="keep_together\n  got:      'groups'"):
         split_by_data_parallel(data, 2, keep_together="groups")  # type: ignore[arg-type]
+    with pytest.raises(SampleError, match=r"train data\n.*type dict\n.*TrainData"):
+        split_by_data_parallel({"tokens": [[1]]}, 2)  # type: ignore[arg-type]
+    with pytest.raises(SampleError, match=r"plan\n.*type int\n.*UpdatePlan"):
+        split_by_data_parallel(data, 2, 5)  # type: ignore[arg-type]
     without = TrainData({name: column for name, column in data.columns.items() if name != "rollout_ids"})
     with pytest.raises(SampleError, match="no column rollout_ids; there are tokens"):
         split_by_data_parallel(without, 2)
