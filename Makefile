@@ -208,7 +208,7 @@ format: $(VENV)/.dev ## mend what ruff can mend
 	@$(BIN)/python -m ruff check --fix .
 	@$(BIN)/python -m ruff format .
 
-bench: $(VENV)/.ray ## a short set of every benchmark: figures beside what is asked for, JSON and a picture in build/bench
+bench: $(VENV)/.ray $(VENV)/.browser $(VENV)/.plots ## a short set of every benchmark: figures beside what is asked for, JSON and a picture in build/bench
 	@$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove the virtual environments and every cache
