@@ -140,7 +140,7 @@ def plan_shards(
     Raises:
         ConfigError: no rank, or no such balance.
         SampleError: no plan, another number of lengths or ids than rows, a length that is not a whole number from 0 to
-            2**31 - 1, a row longer than the budget; all are named.
+            2³¹ - 1, a row longer than the budget; all are named.
 
     >>> shards = plan_shards([50, 40, 10, 30, 20, 30], 2, rollout=torch.tensor([0, 1, 1, 2, 2, 3]))
     >>> shards.schedule(0), shards.schedule(1), shards.tokens.tolist()

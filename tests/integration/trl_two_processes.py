@@ -36,6 +36,8 @@ def main(folder: Path) -> None:
     if subject.accelerator.is_main_process:
         named = {name.removeprefix("module."): gradient for name, gradient in gradients.of_steps[0].items()}
         torch.save((named, subject.normalized_rewards.index.num_rollouts), folder / "gradients.pt")
+    # Its threads would be there still when the process ends, which aborts it now and then.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

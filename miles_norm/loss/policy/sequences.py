@@ -42,7 +42,7 @@ def row_sequences(mask: Tensor, rows: Tensor | None = None, num_rows: int | None
     Args:
         mask: 1 on trainable tokens, padded ``[N, T]``, or packed ``[T]`` with the two others.
         rows: The row of each packed token ``[T]`` (``row_of_tokens``).
-        num_rows: Rows of the packed tokens, at most 2**31 - 1.
+        num_rows: Rows of the packed tokens, at most 2³¹ - 1.
 
     Raises:
         SampleError: packed tokens without ``rows`` or ``num_rows``, or an index that does not fit them; its range is
