@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from embedded_engines import PROMPT, ask, fixed_policy, recomputed, run, same, sample, sharp_policy
+from scripted import until
 
 from miles_norm.errors import EngineRejectedError, EngineUnavailableError
 from miles_norm.session.completion import Completion
@@ -75,10 +76,9 @@ def test_a_generation_is_of_one_version() -> None:
 
     async def use(engine: EmbeddedEngine) -> list[Completion]:
         running = asyncio.create_task(engine.generate(ask(max_tokens=3_000, seed=1)))
-        await asyncio.sleep(0.01)
-        assert not running.done()
+        await until(lambda: any(engine._batch.generations))
         update = asyncio.create_task(engine.load_weights(new.state_dict(), "1"))
-        await asyncio.sleep(0.01)
+        await until(lambda: engine._updates)
         late = await engine.generate(ask(max_tokens=300, seed=2))
         assert update.done()
         return [await running, late]
