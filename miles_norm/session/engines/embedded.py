@@ -153,6 +153,8 @@ class EmbeddedEngine:
         if not await self.health():
             raise _unavailable("it is not started, or closed")
         policy = await self._in_thread(self._policy.with_weights, weights)
+        if not await self.health():
+            raise _unavailable("it was closed")  # nobody would take the update from the line any more
         done = asyncio.get_running_loop().create_future()
         self._updates.append((policy, weight_version, done))
         self._wake.set()

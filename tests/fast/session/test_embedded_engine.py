@@ -164,3 +164,17 @@ def test_when_sampling_breaks_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatc
         assert not await engine.health()
 
     run(EmbeddedEngine(), use)
+
+
+def test_an_update_whose_weights_are_read_while_the_engine_closes_does_not_wait_for_ever() -> None:
+    async def use() -> None:
+        engine = EmbeddedEngine()
+        await engine.start()
+        update = asyncio.create_task(engine.load_weights(EmbeddedPolicy(seed=1).state_dict(), "1"))
+        await asyncio.sleep(0)  # It has begun in the thread, and is not in line yet.
+        assert not engine._updates
+        await engine.close()
+        with pytest.raises(EngineUnavailableError, match="it was closed"):
+            await asyncio.wait_for(update, 10)
+
+    asyncio.run(use())
