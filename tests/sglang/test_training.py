@@ -36,6 +36,7 @@ async def test_ten_updates_reach_the_server_and_its_log_probs_are_the_trainers(
     assert [line["step"] for line in run.history] == list(range(1, STEPS + 1))
     assert sum(line["train/updates"] for line in run.history) >= STEPS
     assert all(line["train/log_prob_difference"] < 1e-4 for line in run.history)
-    assert all(line["train/grad_norm"] > 0 for line in run.history)
+    # Samples differ from run to run: all groups of a step may have equal rewards, and then it changes nothing.
+    assert any(line["train/grad_norm"] > 0 for line in run.history)
     changed = [name for name, value in learner.model.state_dict().items() if not before[name].equal(value)]
     assert len(changed) == len(before)
