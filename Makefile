@@ -128,7 +128,8 @@ demo-train-sglang: $(VENV)/.training $(SGLANG)/.ready
 	@$(SGLANG_PYTHON) -m sglang_cpu.tiny_model $(OUT)/boxes
 	@$(SGLANG_PYTHON) $(AGENT)/warm_start_sglang.py $(OUT)/boxes
 	@$(SGLANG_PYTHON) -m sglang_cpu.serve $(OUT)/boxes --port 0 --log $(OUT)/sglang.log --run \
-		'$(BIN)/python $(TRAIN)/train.py $(OUT)/train --force --steps 12 --engine sglang --engine-url $$SGLANG_URL --model $(OUT)/boxes'
+		'$(BIN)/python $(TRAIN)/train.py $(OUT)/train --force --steps 12 --engine sglang --engine-url $$SGLANG_URL --model $(OUT)/boxes && \
+		$(BIN)/python $(TRAIN)/evaluate.py $(OUT)/train/policy --engine sglang --engine-url $$SGLANG_URL'
 
 evidence: $(VENV)/.training ## three normalizations over eight seeds of that training: table and curves in out/compare
 	@$(BIN)/python $(TRAIN)/compare.py $(OUT)/compare

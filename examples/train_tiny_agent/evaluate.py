@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from train import EngineName, console, start
+from train import EngineName, console, run_command, start
 from training_run import Evaluation, evaluate
 
 from miles_norm.session.engines.protocol import wait_until_ready
@@ -42,4 +42,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

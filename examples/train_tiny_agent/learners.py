@@ -54,6 +54,7 @@ class HuggingFaceLearner:
 
         transformers.logging.disable_progress_bar()
         self.model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def log_probs(self, tokens: Tensor, trained: Tensor) -> Tensor:
         """One forward; attention is causal, so what is padded on the right changes nothing before it."""
@@ -61,8 +62,9 @@ class HuggingFaceLearner:
         return _of_targets(logits[trained[:, 1:]], tokens, trained)
 
     def save(self, path: Path) -> Path:
-        """A folder."""
+        """A folder with all that an engine reads, tokenizer and chat template too."""
         self.model.save_pretrained(path)
+        self._tokenizer.save_pretrained(path)
         return path
 
 

@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +32,7 @@ from step import Normalization, Settings
 from training_run import CHECKPOINT, Evaluation, Run, evaluate
 from warm_start import warm_start
 
+from miles_norm import MilesNormError
 from miles_norm.session.engines.protocol import Engine, wait_until_ready
 from miles_norm.session.server import ServerConfig, running_server
 
@@ -52,6 +54,8 @@ def start(name: EngineName, url: str | None, model: Path) -> tuple[Learner, Engi
     if name == "sglang":
         if url is None:
             raise typer.BadParameter("--engine sglang needs --engine-url, the address of the server")
+        if not (model / "config.json").is_file():
+            raise typer.BadParameter(f"{model} is no folder of a model in Hugging Face's format")
         from miles_norm.session.engines.hugging_face import HuggingFaceRenderer
         from miles_norm.session.engines.sglang import SGLangEngine
 
@@ -92,7 +96,7 @@ async def go(run: Run, engine: Engine) -> Evaluation:
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    out: Annotated[Path, typer.Argument(file_okay=False, help="Folder of the run.")],
     steps: Annotated[int, typer.Option(min=1)] = DEFAULT.steps,
     seed: Annotated[int, typer.Option(min=0, help="Of the warm start, prompts and sampling.")] = DEFAULT.seed,
     normalization: Annotated[Normalization, typer.Option(help="What counts once.")] = DEFAULT.normalization,
@@ -133,6 +137,8 @@ def main(
     run = Run(out, learner, settings)
     if resume:
         run.resume()
+        if run.step >= steps:
+            raise typer.BadParameter(f"the run in {out} has {run.step} steps already: name more with --steps")
     after = asyncio.run(go(run, chosen))
     path = learner.save(out / "policy")
     (out / "result.json").write_text(json.dumps({"before": run.before, "after": after}) + "\n")
@@ -159,5 +165,13 @@ def draw(history: list[dict[str, float]], path: Path) -> None:
     plt.close(figure)
 
 
+def run_command(command: Callable[..., None]) -> None:
+    """Read the command line; an error of the library is a message for whoever typed it."""
+    try:
+        typer.run(command)
+    except MilesNormError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)
