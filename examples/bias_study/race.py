@@ -25,9 +25,8 @@ DIFFICULTY = torch.linspace(-1, 2, 8, dtype=torch.float64)
 """One prompt each, from easy to hard."""
 KIND = torch.eye(4, dtype=torch.float64).repeat_interleave(2, dim=0)
 """Prompts of one kind, two each, share a parameter."""
-FEATURES = ("first kind", "second kind", "third kind", "fourth kind", "after a mistake", "right so far")
 THETA = torch.tensor([0.0, 0.0, 0.0, 0.0, -0.3, 0.6], dtype=torch.float64)
-"""The policy that is studied: one parameter per feature."""
+"""The policy that is studied: a parameter for each kind, one for after a mistake, one for what was right so far."""
 
 
 def features(prompt: Tensor, right: Tensor, mistake: Tensor) -> Tensor:
